@@ -142,8 +142,8 @@ class Allocator:
     @contextmanager
     def aside(self) -> Iterator[None]:
         """Leave the requests inside to the native allocator, in any phase, and do not log them."""
-        self._op.set_min_bytes(self._device, 1 << 62)
         try:
+            self._op.set_min_bytes(self._device, 1 << 62)
             yield
         finally:
             self._op.set_min_bytes(self._device, self.min_bytes)

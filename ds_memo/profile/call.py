@@ -19,6 +19,7 @@ from ds_memo.remat.checkpoint import Layer, OwnForward, Remat
 from ds_memo.remat.modes import inside_a_layer
 from ds_memo.remat.module_state import unchanged
 from ds_memo.remat.random_states import KeepsGiven, forked
+from ds_memo.remat.undo import Undoing
 from ds_memo.shapes import HiddenShape
 
 _INTEGERS = (torch.int32, torch.int64)
@@ -198,16 +199,20 @@ def hidden_from_training(module: nn.Module) -> Iterator[None]:
     """Run code that must leave no trace in training: undo what it does to the module, and suspend the caller's saved-tensor
     hooks (save_on_cpu, or a torch.utils.checkpoint around the whole model) meanwhile.
     """
-    graph, hooks = torch._C._autograd, []
-    try:
+    graph = torch._C._autograd
+    hooks: list[Any] = []
+
+    def put_back() -> None:
+        while hooks:
+            if graph._top_saved_tensors_default_hooks(False) != hooks[-1]:
+                graph._push_saved_tensors_default_hooks(*hooks[-1])
+            hooks.pop()
+
+    with Undoing(put_back), unchanged(module):
         while (top := graph._top_saved_tensors_default_hooks(False)) is not None:
             hooks.append(top)
             graph._pop_saved_tensors_default_hooks()
-        with unchanged(module):
-            yield
-    finally:
-        for pair in reversed(hooks):
-            graph._push_saved_tensors_default_hooks(*pair)
+        yield
 
 
 def _copied(value: Any) -> Any:

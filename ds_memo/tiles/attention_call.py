@@ -9,17 +9,18 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._C import _len_torch_function_stack, _pop_torch_function_stack, _push_on_torch_function_stack
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_is_leaf, tree_unflatten
 
 from ds_memo.remat.checkpoint import CannotTile
-from ds_memo.remat.undo import changed
+from ds_memo.remat.undo import Undoing, changed
 from ds_memo.spans import Span
 from ds_memo.tiles.slices import new_whole, part
 
@@ -157,7 +158,15 @@ def run_with_attention(
 
 @contextmanager
 def _catching(handler: Callable[[AttentionCall], Any], sdpa: bool) -> Iterator[None]:
-    with changed(_thread, "handler", handler), _CatchSdpa() if sdpa else nullcontext():
+    depth = _len_torch_function_stack()
+
+    def stop() -> None:
+        while _len_torch_function_stack() > depth:
+            _pop_torch_function_stack()
+
+    with changed(_thread, "handler", handler), Undoing(stop):
+        if sdpa:
+            _push_on_torch_function_stack(_CatchSdpa())
         yield
 
 

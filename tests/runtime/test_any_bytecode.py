@@ -80,9 +80,10 @@ class Rig:
             assert now.keys() == before.keys() and all(now[name] is before[name] for name in now), "a module is changed"
         assert self.is_like_stock(), "the next step is not stock's"
         session = self.handle._session
+        session.engine._drain()
         if session.slab.used:
             gc.collect()  # frames may be in reference cycles with the interrupt's traceback
-        session.engine._drain()
+            session.engine._drain()
         assert session.slab.used == session.slab.pool.used == 0, "host memory is left"
 
     def ends(self) -> None:
@@ -112,12 +113,14 @@ def places(run: Callable[[], Any], files: tuple[str, ...] = FILES) -> list[Place
 
 
 def traced(run: Callable[[], Any], on_call: Callable[..., Any]) -> Any:
-    before = sys.gettrace()
+    before, hook = sys.gettrace(), sys.unraisablehook
+    sys.unraisablehook = lambda _: None  # pytest's keeps what a destructor raises, and so its frame
     sys.settrace(on_call)
     try:
         return run()
     finally:
         sys.settrace(before)
+        sys.unraisablehook = hook
 
 
 def interrupted(run: Callable[[], Any], place: Place) -> bool:
@@ -150,8 +153,6 @@ WHOLE, TILED = {"tile_tokens": 0}, {"tile_tokens": 12}
 SETTINGS = [{"alpha": alpha, **tiles} for alpha, tiles in itertools.product((0.5, 1.0), (WHOLE, TILED))]
 FEW, MANY = 12, 600
 """Places of a case, of every day and of the slow test."""
-
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 
 DAILY = [(SETTINGS[0], FEW), (SETTINGS[1], FEW)]
