@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._C import _pop_torch_dispatch_stack, _push_on_torch_dispatch_stack
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from ds_memo.errors import MemoError
@@ -76,7 +76,8 @@ class SkipsCompiled(TorchDispatchMode):
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        _pop_torch_dispatch_stack(None)
+        if _get_current_dispatch_mode() is self:  # not where it was taken off, or Ctrl-C has left another mode
+            _pop_torch_dispatch_stack(None)
 
 
 class ObservesFunctions(SkipsCompiled, ABC):

@@ -212,6 +212,8 @@ class SwapEngine:
         while self._leaving:
             self._let_go(self._leaving.popleft()())
         self._let_go(frame)  # it is still there only if its tensors were changed in place: the error is raised again
+        if frame.state == "returning" and frame.back is None:  # Ctrl-C came while its reload was issued
+            self._send_away(frame)
         below = then or self._next_below(frame)
         if (ahead := self._ahead()) is not frame and ahead is not below:
             self._send_away(ahead)
@@ -235,8 +237,14 @@ class SwapEngine:
 
     def replayed(self, frame: Frame) -> None:
         """Close the replay. From here on the buffer lives as long as the replayed tensors that refer to it."""
-        frame.slots.clear()
         frame.move("done")
+        frame.slots.clear()
+
+    def give_up(self, frame: Frame) -> None:
+        """Close a frame after a backward, also after one that raised: its graph may be run again."""
+        if frame.state == "ready":
+            self.replayed(frame)
+        self._send_away(frame)  # it may have come back without what the next backward wants first
 
     # ---- both
 
@@ -330,7 +338,7 @@ class SwapEngine:
     def _send_away(self, frame: Frame | None) -> None:
         """Drop the buffer of a frame that was reloaded ahead but is not next after all. Otherwise there would be three."""
         if frame is not None and frame.state == "returning":
-            self.streams.wait(COMPUTE, frame.back)
+            self.streams.wait(COMPUTE, frame.back or self.streams.mark(H2D))
             self._guard(frame.slots, frame.buffer_stream, H2D)
             frame.slots.clear()
             frame.move("away")

@@ -344,8 +344,8 @@ class TiledAttention:
             return
         if frame.state == "recording":
             self._engine.abort(frame)
-        elif frame.state == "ready":  # the graph may be run again
-            self._engine.replayed(frame)
+        else:
+            self._engine.give_up(frame)
         if self._recomputed:
             self._call = self._output = None
 

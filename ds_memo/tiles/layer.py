@@ -407,8 +407,7 @@ class TiledCall:
     def _close_frames(self) -> None:
         for tile in self._tiles:
             tile.call.frame.first_only = False
-            if tile.call.frame.state == "ready":  # it raised; the graph may be run again
-                self._engine.replayed(tile.call.frame)
+            self._engine.give_up(tile.call.frame)
         self._attention.release()
 
     def _backward(self, gradient: torch.Tensor, may_overwrite: bool) -> list[torch.Tensor | None]:

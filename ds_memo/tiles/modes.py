@@ -101,10 +101,6 @@ class Switched(Mode):
         self._is_on = True
         return super().__enter__()
 
-    def __exit__(self, *exception: Any) -> None:
-        self._switch(True)
-        super().__exit__(*exception)
-
     def _switch(self, on: bool) -> None:
         """Put the mode on the stack or take it off. Modes that the layer has entered stay above its place."""
         if on is self._is_on:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dis
+import functools
 import gc
 import itertools
 import sys
@@ -61,14 +62,19 @@ class Rig:
         parts = list(self.model.modules())
         return [*(part._parameters.copy() for part in parts), *({"training": part.training} for part in parts)]
 
-    def step(self) -> list[torch.Tensor]:
+    def loss(self) -> torch.Tensor:
+        return self.model(BATCH.embeds, BATCH.labels).loss
+
+    def backward(self, loss: torch.Tensor) -> list[torch.Tensor]:
         self.model.zero_grad(set_to_none=True)
-        loss = self.model(BATCH.embeds, BATCH.labels).loss
-        loss.backward()
+        loss.backward(retain_graph=True)
         return [loss.detach(), *(parameter.grad for parameter in self.model.parameters())]
 
-    def is_like_stock(self) -> bool:
-        return all((a - b).norm() <= 1e-5 * b.norm() for a, b in zip(self.step(), self.want, strict=True))
+    def step(self) -> list[torch.Tensor]:
+        return self.backward(self.loss())
+
+    def is_stocks(self, got: list[torch.Tensor]) -> bool:
+        return all((a - b).norm() <= 1e-5 * b.norm() for a, b in zip(got, self.want, strict=True))
 
     def check(self) -> None:
         """Check that nothing is left of an interrupted step, and take the next."""
@@ -78,7 +84,7 @@ class Rig:
         assert torch.is_grad_enabled() and not inside_a_layer()
         for now, before in zip(self.tables_now(), self.tables, strict=True):
             assert now.keys() == before.keys() and all(now[name] is before[name] for name in now), "a module is changed"
-        assert self.is_like_stock(), "the next step is not stock's"
+        assert self.is_stocks(self.step()), "the next step is not stock's"
         session = self.handle._session
         session.engine._drain()
         if session.slab.used:
@@ -89,7 +95,7 @@ class Rig:
     def ends(self) -> None:
         assert self.handle.report()["warnings"] == []
         self.handle.detach()
-        assert self.is_like_stock()
+        assert self.is_stocks(self.step())
 
 
 def places(run: Callable[[], Any], files: tuple[str, ...] = FILES) -> list[Place]:
@@ -194,6 +200,20 @@ def test_detach_after_it(settings: dict[str, Any]) -> None:
         interrupted(rig.step, place)
         rig.ends()
         rig = Rig(**settings)
+        rig.check()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [WHOLE, TILED])
+def test_the_same_backward_once_more(settings: dict[str, Any]) -> None:
+    rig = Rig(**settings)
+    rig.check()
+    found = places(functools.partial(rig.backward, rig.loss()))
+    for place in found[:: len(found) // 150]:
+        run = functools.partial(rig.backward, rig.loss())
+        interrupted(run, place)
+        assert rig.is_stocks(run())
+        del run
         rig.check()
 
 
