@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_is_leaf, tree_unflatten
 
 from ds_memo.remat.checkpoint import CannotTile
-from ds_memo.remat.undo import Undoing, changed
+from ds_memo.remat.undo import Undoing
 from ds_memo.spans import Span
 from ds_memo.tiles.slices import new_whole, part
 
@@ -158,13 +158,15 @@ def run_with_attention(
 
 @contextmanager
 def _catching(handler: Callable[[AttentionCall], Any], sdpa: bool) -> Iterator[None]:
-    depth = _len_torch_function_stack()
+    before, depth = _thread.handler, _len_torch_function_stack()
 
-    def stop() -> None:
+    def put_back() -> None:
+        _thread.handler = before
         while _len_torch_function_stack() > depth:
             _pop_torch_function_stack()
 
-    with changed(_thread, "handler", handler), Undoing(stop):
+    with Undoing(put_back):
+        _thread.handler = handler
         if sdpa:
             _push_on_torch_function_stack(_CatchSdpa())
         yield
