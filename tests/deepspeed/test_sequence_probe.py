@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -84,12 +85,12 @@ class Off(nn.Module):
 
     def __init__(self, mlp: nn.Module, another: bool) -> None:
         super().__init__()
-        self.mlp, self.another, self.n = mlp, another, 0
+        self.mlp, self.another = mlp, another
+        self.calls = itertools.count(1)  # an int would be put back behind the probe
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.n += self.another
         out = self.mlp(x)
-        out[:, 5 * self.n] += x.shape[1] == 37  # in parts
+        out[:, 5 * self.another * next(self.calls)] += x.shape[1] == 37  # in parts
         return out
 
 
