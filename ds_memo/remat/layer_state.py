@@ -150,7 +150,7 @@ def _is_setting(name: str, value: Any) -> bool:
 
 
 class LayerState:
-    """What is known of a layer's parts.
+    """The parts of a layer, and what its calls have shown of them.
 
     Args:
         name: of the layer, for messages.

@@ -83,7 +83,7 @@ def unchanged(module: nn.Module) -> Iterator[None]:
 
 
 class _Contents:
-    """What is reached from attributes: each object once, with what it holds."""
+    """Objects reached from attributes, each once, with their contents."""
 
     def __init__(self) -> None:
         self._reached: set[int] = set()

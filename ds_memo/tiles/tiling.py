@@ -142,7 +142,7 @@ class Tiling:
 
 
 class Verdicts:
-    """Whether a layer's calls can run in tiles, by their kind; the same on all ranks that exchange tensors inside the layer."""
+    """Verdicts on a layer's calls in tiles, by kind of call. Ranks that exchange tensors inside the layer have the same."""
 
     def __init__(self, layer: Layer, module: nn.Module) -> None:
         self._layer = layer

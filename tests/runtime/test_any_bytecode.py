@@ -130,7 +130,7 @@ def traced(run: Callable[[], Any], on_call: Callable[..., Any]) -> Any:
 
 
 def interrupted(run: Callable[[], Any], place: Place) -> bool:
-    """Raise KeyboardInterrupt at a place of a run. Return False if it came to nobody: Python drops what a destructor raises."""
+    """Raise KeyboardInterrupt at a place of a run. Return False if the caller saw none: Python drops what a destructor raises."""
     code, at, left = place
 
     def on_opcode(frame: FrameType, event: str, arg: Any) -> Any:
