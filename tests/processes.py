@@ -49,10 +49,11 @@ def finished(words: Sequence[object], environment: Mapping[str, str], timeout: f
         try:
             out, err = process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
-            signal_all(marker, signal.SIGABRT)
             deadline = time.monotonic() + 10
-            while processes_with(marker) and time.monotonic() < deadline:  # they write their stacks, and end
-                time.sleep(0.05)
+            for each in processes_with(marker):  # one writes its stacks, and ends, before the next: they share a pipe
+                signal_one(each, signal.SIGABRT)
+                while each in processes_with(marker) and time.monotonic() < deadline:
+                    time.sleep(0.05)
             signal_all(marker, signal.SIGKILL)
             raise TimeoutError("\n".join([f"{words} still ran after {timeout} s", *process.communicate()])) from None
         finally:
@@ -68,8 +69,13 @@ def new_marker() -> str:
 def signal_all(marker: str, which: signal.Signals) -> None:
     """Send a signal to every process with this word."""
     for process in processes_with(marker):
-        with suppress(ProcessLookupError):
-            os.kill(process, which)
+        signal_one(process, which)
+
+
+def signal_one(process: int, which: signal.Signals) -> None:
+    """Send a signal to a process that may be gone."""
+    with suppress(ProcessLookupError):
+        os.kill(process, which)
 
 
 def processes_with(marker: str) -> list[int]:
