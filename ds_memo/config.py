@@ -8,13 +8,14 @@ Every field is optional; ds_memo works out absent ones. Values are not coerced a
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from ds_memo import files
-from ds_memo.errors import MemoConfigError, brief, quoted
+from ds_memo.errors import MemoConfigError, MemoWarning, brief, quoted
 
 SECTION = "memo"
 MOST_GIB = 1 << 20
@@ -53,15 +54,6 @@ class PlanConfig(_Section):
 
     time_limit_s: float = Field(60.0, gt=0, le=MOST_SECONDS, allow_inf_nan=False, strict=True)
     """Seconds that the solver may take per plan."""
-
-    cache_dir: str = Field("~/.cache/ds_memo", min_length=1, strict=True)
-    """Folder that keeps profiles between runs."""
-
-    @field_validator("cache_dir")
-    @classmethod
-    def _is_a_path(cls, value: str) -> str:
-        _check_path(value)
-        return value
 
 
 class ProfileConfig(_Section):
@@ -145,6 +137,9 @@ class MemoConfig(_Section):
     nvme: NvmeConfig | None = None
     """Absent: host memory bounds what is swapped."""
 
+    cache_dir: str | None = Field(None, min_length=1, strict=True)
+    """Folder that keeps profiles between runs. Absent: ``$XDG_CACHE_HOME/ds_memo``, else ``~/.cache/ds_memo``."""
+
     plan: PlanConfig = Field(default_factory=PlanConfig)
     profile: ProfileConfig = Field(default_factory=ProfileConfig)
     kernels: KernelsConfig = Field(default_factory=KernelsConfig)
@@ -155,6 +150,13 @@ class MemoConfig(_Section):
     attention: Literal["cudnn", "flash", "flash_attn_2", "flash_attn_3", "flash_attn_4"] | None = None
     """cudnn, flash: the kernel F.scaled_dot_product_attention must use inside the layers; flash_attn_2, 3, 4: the flash-attn
     package that a Hugging Face model is switched to. Absent: PyTorch's own choice, the model's own."""
+
+    @field_validator("cache_dir")
+    @classmethod
+    def _is_a_path(cls, value: str | None) -> str | None:
+        if value is not None:
+            _check_path(value)
+        return value
 
     @property
     def may_tile(self) -> bool:
@@ -174,7 +176,7 @@ def memo_config(section: Mapping[str, Any] | MemoConfig) -> MemoConfig:
     if not isinstance(section, Mapping):
         raise MemoConfigError(f'"{SECTION}" must be a JSON object, got {brief(section)}')
     try:
-        config = MemoConfig(**{str(key): value for key, value in section.items()})
+        config = MemoConfig(**{str(key): value for key, value in _renamed(section).items()})
     except ValidationError as error:
         lines = sorted({_explain(problem) for problem in error.errors()})
         if len(lines) > MOST_PROBLEMS:
@@ -185,6 +187,16 @@ def memo_config(section: Mapping[str, Any] | MemoConfig) -> MemoConfig:
             f'memo.ablation: got "{config.ablation}" beside memo.alpha, which it decides; remove one of the two'
         )
     return config
+
+
+def _renamed(section: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the section with the key that was ``plan.cache_dir`` as ``cache_dir``; warn if it has the old one."""
+    plan = section.get("plan")
+    if not isinstance(plan, Mapping) or "cache_dir" not in plan or "cache_dir" in section:
+        return section
+    warnings.warn("memo.plan.cache_dir is memo.cache_dir now: move the key", MemoWarning, stacklevel=3)
+    rest = {key: value for key, value in plan.items() if key != "cache_dir"}
+    return {**section, "plan": rest, "cache_dir": plan["cache_dir"]}
 
 
 def _explain(problem: Mapping[str, Any]) -> str:
@@ -224,6 +236,7 @@ _ALLOWED = {
     "nvme.path": "a directory that exists, or a list of them",
     "nvme.gib": f"a number of GiB above 0, at most {MOST_GIB:,} (leave the key out to use what is free, less a tenth)",
     "nvme.max_tb_per_day": f"a number of TB above 0, at most {MOST_TB_PER_DAY:,.0f} (leave the key out for no bound)",
+    "cache_dir": "a path (leave the key out for ~/.cache/ds_memo)",
     "plan": "a JSON object",
     "profile": "a JSON object",
     "kernels": "a JSON object",
@@ -233,7 +246,6 @@ _ALLOWED = {
     "plan.enabled": "true or false",
     "plan.solver": '"cbc", "highs" or "greedy"',
     "plan.time_limit_s": f"a number of seconds above 0, at most {MOST_SECONDS:,.0f}",
-    "plan.cache_dir": "a path",
     "profile.method": '"fit" or "direct"',
 }
 

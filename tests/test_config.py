@@ -45,9 +45,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"plan": {"time_limit_s": 0}}, r"memo\.plan\.time_limit_s: got 0; allowed: a number of seconds above 0"),
     ({"plan": {"time_limit_s": "60"}}, r"memo\.plan\.time_limit_s: got '60'"),
     ({"plan": {"enabled": 0}}, r"memo\.plan\.enabled: got 0"),
-    ({"plan": {"cache_dir": ""}}, r"memo\.plan\.cache_dir: got ''; allowed: a path"),
-    ({"plan": {"cache_dir": 5}}, r"memo\.plan\.cache_dir: got 5"),
-    ({"plan": {"sover": "cbc"}}, r"memo\.plan\.sover: unknown key; allowed here: enabled, solver, time_limit_s, cache_dir"),
+    ({"cache_dir": ""}, r"memo\.cache_dir: got ''; allowed: a path"),
+    ({"cache_dir": 5}, r"memo\.cache_dir: got 5"),
+    ({"plan": {"sover": "cbc"}}, r"memo\.plan\.sover: unknown key; allowed here: enabled, solver, time_limit_s$"),
     ({"profile": {"method": "guess"}}, r"memo\.profile\.method: got 'guess'; allowed: \"fit\" or \"direct\""),
     ({"profile": {"method": "unified"}}, r"memo\.profile\.method: got 'unified'; allowed: \"fit\" or \"direct\""),
     ({"profile": []}, r"memo\.profile: got \[\]"),
@@ -61,9 +61,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"head_groups": 2**16 + 1}, r"memo\.head_groups: got 65537; .* from 1 to 65,536 "),
     ({"resident_layers": 2**16 + 1}, r"memo\.resident_layers: got 65537; .*at most 65,536 "),
     ({"plan": {"time_limit_s": 1e9}}, r"memo\.plan\.time_limit_s: got 1000000000\.0; .*at most 1,000,000"),
-    ({"plan": {"cache_dir": "~nosuchuser/x"}}, r"memo\.plan\.cache_dir: got '~nosuchuser/x' .*; allowed: a path"),
-    ({"plan": {"cache_dir": "a\0b"}}, r"memo\.plan\.cache_dir: got 'a\\x00b' .*NUL"),
-    ({"plan": {"cache_dir": "\udfff/\ud800"}}, r"memo\.plan\.cache_dir: got "),
+    ({"cache_dir": "~nosuchuser/x"}, r"memo\.cache_dir: got '~nosuchuser/x' .*; allowed: a path"),
+    ({"cache_dir": "a\0b"}, r"memo\.cache_dir: got 'a\\x00b' .*NUL"),
+    ({"cache_dir": "\udfff/\ud800"}, r"memo\.cache_dir: got "),
     ({"\ud800": 1}, r"memo: got .*Unicode text"),
     ({"plan": {"\ud800": 1}}, r"memo\.plan: got "),
     ({"a\x1b[31m\n": 1}, r"memo\.a\\x1b\[31m\\n: unknown key"),
@@ -80,6 +80,17 @@ def test_refused(section: dict[str, Any], message: str) -> None:
 def test_a_section_that_is_no_object(section: Any) -> None:
     with pytest.raises(ds_memo.MemoConfigError, match='"memo" must be a JSON object, got '):
         memo_config(section)
+
+
+def test_the_old_key_of_the_cache_folder_works_with_a_warning() -> None:
+    with pytest.warns(ds_memo.MemoWarning, match=r"memo\.plan\.cache_dir is memo\.cache_dir now") as warned:
+        config = memo_config({"plan": {"enabled": False, "cache_dir": "/x"}})
+    assert (config.cache_dir, config.plan.enabled, len(warned)) == ("/x", False, 1)
+
+
+def test_both_keys_of_the_cache_folder() -> None:
+    with pytest.raises(ds_memo.MemoConfigError, match=r"memo\.plan\.cache_dir: unknown key"):
+        memo_config({"cache_dir": "/x", "plan": {"cache_dir": "/y"}})
 
 
 def test_every_wrong_field_is_named_at_once() -> None:

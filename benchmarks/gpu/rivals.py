@@ -202,7 +202,7 @@ def memo(model: nn.Module, budget: Budget, planned: bool = False, **config: Any)
     # A plan that is not proven smallest would search for a minute of the eight that a benchmark has.
     config |= {"plan": {"enabled": planned, "time_limit_s": 10.0}, "host_memory_gib": budget.host_bytes / GIB}
     if budget.cache_dir is not None:
-        config["plan"]["cache_dir"] = budget.cache_dir
+        config["cache_dir"] = budget.cache_dir
     if budget.device_bytes is not None:
         config["device_memory_gib"] = budget.device_bytes / GIB
     handle = ds_memo.attach(model, config)

@@ -87,13 +87,11 @@ class Profiling:
         self.kinds = list(asked.calls)
 
     def _cache(self) -> Path | None:
-        """Return the folder of profiles in plan.cache_dir, whose default obeys XDG_CACHE_HOME; None, with a warning, if there is
-        none."""
-        plan = self._config.plan
+        """Return the folder of profiles in the cache folder; None, with a warning, if there is none."""
         try:
-            folder = Path(plan.cache_dir) if "cache_dir" in plan.model_fields_set else cache_home()
+            folder = Path(self._config.cache_dir) if self._config.cache_dir is not None else cache_home()
         except NotPrivate as error:
-            self._warn(f"profiles are not cached: {error}; each start measures again. memo.plan.cache_dir names a folder")
+            self._warn(f"profiles are not cached: {error}; each start measures again. memo.cache_dir names a folder")
             return None
         return cache.open_folder(folder, self._warn)
 

@@ -22,7 +22,7 @@ def open_folder(folder: str | os.PathLike, warn: Callable[[str], None]) -> Path 
     try:
         return files.private_folder(files.expanded(folder) / "profiles")
     except files.NotPrivate as error:
-        warn(f"profiles are not cached: {error}; each start measures again. memo.plan.cache_dir names another folder")
+        warn(f"profiles are not cached: {error}; each start measures again. memo.cache_dir names another folder")
         return None
 
 
