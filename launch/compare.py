@@ -52,10 +52,10 @@ def table(memo: dict, plain: dict) -> str:
     if plan := report["plan"]:
         requests = plan["hits"] + sum(plan["misses"].values())
         bound = f"lower bound {mib(plan['lower_bound'])}" if plan["lower_bound"] else "which is planned anew"
-        note = f"of the requests since they were planned; arena {mib(plan['arena'])}, {bound}"
-        rows.append(("had its planned address", f"{plan['hits'] / max(1, requests):.1%}", note))
+        note = f"since they were planned; arena {mib(plan['arena'])}, {bound}"
+        rows.append(("requests served from the plan", f"{plan['hits'] / max(1, requests):.1%}", note))
     lines.append("")
-    lines += [f"{name:>28}{value:>16}   {note}" for name, value, note in rows]
+    lines += [f"{name:>31}{value:>16}   {note}" for name, value, note in rows]
     return "\n".join(lines)
 
 

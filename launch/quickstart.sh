@@ -28,3 +28,4 @@ say "the same without memo"
 train --metrics-json "$OUT/plain.json" --no-memo
 say "with memo and without"
 "$PYTHON" launch/compare.py "$OUT/memo.json" "$OUT/plain.json"
+[ -z "$ACTIVATE" ] || say "before ds-memo, torchrun or deepspeed, run in this folder: $ACTIVATE"

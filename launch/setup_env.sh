@@ -1,12 +1,14 @@
 # Sourced by quickstart.sh and test.sh:  EXTRA=hf . launch/setup_env.sh
-# Leaves the repository root as the working directory and in $PYTHON an interpreter that has ds_memo with that extra.
+# Leaves the repository root as the working directory, in $PYTHON an interpreter that has ds_memo with that extra, and in
+# $ACTIVATE the command that puts it on the PATH of a shell; empty where it is there already.
 # Uses the environment that is active, else makes .venv. Keeps an importable torch, else installs the tested one.
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-say() { printf '\033[1m== %s\033[0m\n' "$*"; }
+say() { if [ -t 1 ]; then printf '\033[1m== %s\033[0m\n' "$*"; else printf '== %s\n' "$*"; fi; }
 fail() { printf 'error: %s\n' "$*" >&2; exit 2; }
 
+ACTIVATE=
 if [ -n "${VIRTUAL_ENV:-}" ]; then
     PYTHON=$VIRTUAL_ENV/bin/python
 elif [ -n "${CONDA_PREFIX:-}" ]; then
@@ -21,6 +23,7 @@ else
     fi
     PYTHON=$PWD/.venv/bin/python
     export VIRTUAL_ENV=$PWD/.venv
+    ACTIVATE=". .venv/bin/activate"
 fi
 export PATH=$(dirname "$PYTHON"):$PATH  # the deepspeed launcher and its ranks must find the same interpreter
 
@@ -37,12 +40,12 @@ if [ "$(cat "$STAMP" 2>/dev/null)" != "$STATE" ]; then
         say "keeping torch $TORCH"
         echo "torch==$TORCH" >>"$CONSTRAINTS"
     else
-        say "installing torch (the one big download)"
-        "$PYTHON" -m pip install --quiet -c constraints.txt torch
+        say "installing torch: the one big download, gigabytes with CUDA's libraries"
+        "$PYTHON" -m pip install -c constraints.txt torch
         cp constraints.txt "$CONSTRAINTS"
     fi
     say "installing ds_memo[$EXTRA]"
     # DeepSpeed comes as source; its ops are built when first used, and nothing here needs one on a CPU.
-    DS_BUILD_OPS=0 "$PYTHON" -m pip install --quiet -c "$CONSTRAINTS" -e ".[$EXTRA]"
+    DS_BUILD_OPS=0 "$PYTHON" -m pip install -c "$CONSTRAINTS" -e ".[$EXTRA]"
     echo "$STATE" >"$STAMP"
 fi

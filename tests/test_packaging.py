@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -105,3 +106,22 @@ def test_an_editable_install(tmp_path, source):
     install(target, "--editable", source)
     assert where("ds_memo", target) == source / "ds_memo" / "__init__.py"
     assert where("ds_memo.ops", target).resolve() == source / "ops" / "__init__.py"
+
+
+@pytest.mark.processes
+def test_the_source_distribution_has_the_tests_and_what_they_read(tmp_path):
+    """An sdist must be testable by those who package it."""
+    listed = subprocess.run(["git", "ls-files"], cwd=REPO, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("not a git checkout")
+    copy = tmp_path / "source"
+    for name in filter(lambda name: (REPO / name).is_file(), [*listed.stdout.splitlines(), "MANIFEST.in"]):
+        (copy / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(REPO / name, copy / name)
+    code = f"from setuptools.build_meta import build_sdist; build_sdist({str(tmp_path)!r})"
+    done = subprocess.run([sys.executable, "-c", code], cwd=copy, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as archive:
+        packed = {name.partition("/")[2] for name in archive.getnames()}
+    left_out = {name for name in listed.stdout.splitlines() if not name.startswith(".") and name not in packed}
+    assert left_out <= {"ds_memo/ops"}  # a link to ops, which an install maps

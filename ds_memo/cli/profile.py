@@ -80,7 +80,7 @@ def _measure(args: argparse.Namespace, device: torch.device, say: Callable[[str]
 
     from ds_memo.hf.meta_model import build
     from ds_memo.profile.kinds import kinds_of
-    from ds_memo.profile.run import Asked, lengths_of, take_profile
+    from ds_memo.profile.run import SHORTEST, WIDTHS, Asked, lengths_of, take_profile
     from ds_memo.runtime.attach import attach_model
 
     say(f"building the layers of {args.model}")
@@ -91,7 +91,10 @@ def _measure(args: argparse.Namespace, device: torch.device, say: Callable[[str]
     memo = attach_model(model, section, device=device)
     try:
         width = model.config.get_text_config().hidden_size
-        lengths = lengths_of(args.method, args.seq_length, width, can_shorten=True)
+        # A CPU is at full speed at once, and its attention takes minutes where a GPU's takes milliseconds.
+        longest = max(SHORTEST, 1 << (WIDTHS * width - 1).bit_length()) if device.type == "cpu" else args.seq_length
+        direct = args.method == "direct"
+        lengths = lengths_of(args.method, args.seq_length if direct else min(args.seq_length, longest), width, can_shorten=True)
         kinds = kinds_of(memo.layers)
         calls = _calls(memo.remat, model, kinds, args.batch, lengths[-1], device)
         if len(lengths) > 1 and not all(call.can_shorten() for call in calls.values()):  # the length equals the batch

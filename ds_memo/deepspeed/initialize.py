@@ -25,6 +25,7 @@ from ds_memo.config import SECTION, MemoConfig, memo_config
 from ds_memo.deepspeed import checkpoint_api, launched_by, ulysses
 from ds_memo.deepspeed.conflicts import refuse_config
 from ds_memo.deepspeed.engine_hooks import hook_engine, weakly
+from ds_memo.deepspeed.first_compile import announce_first_compile
 from ds_memo.deepspeed.rebind import Taken, other_holders, replace_in_modules, restore
 from ds_memo.deepspeed.run_ahead_limit import limit_run_ahead
 from ds_memo.deepspeed.whole_layers import WholeLayers, forget_order, mark_around_leaf_modules
@@ -96,6 +97,7 @@ def initialize(*args: Any, **kwargs: Any) -> tuple:
         warnings.warn(NO_SECTION, MemoWarning, stacklevel=2)
     if SECTION in section and "enabled" not in config.model_fields_set:
         warnings.warn(NOT_ENABLED, MemoWarning, stacklevel=2)
+    announce_first_compile()
     if config.enabled:
         _refuse_pipelines(asked["model"])
         if why := _takes_no_steps(asked, section):
@@ -103,6 +105,8 @@ def initialize(*args: Any, **kwargs: Any) -> tuple:
             config = config.model_copy(update={"enabled": False})
     with ExitStack() as undo:
         if config.enabled:
+            # DeepSpeed calls functions of torch by names that torch 2.13 deprecates; a warning at each step hides others.
+            warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
             refuse_attached(asked["model"], but_by_engines=True)
             refuse_config(section)
             layers = find_layers(asked["model"], config.layers)
@@ -135,6 +139,7 @@ def take_initialize_over() -> None:
     global _replaced
     if _replaced is not None:
         return
+    announce_first_compile()  # a Trainer's arguments start the process group
     stock = deepspeed.initialize
     unreachable = other_holders(stock)
     _taken[:] = replace_in_modules(stock, initialize)  # also modules that wrote `from deepspeed import initialize` before

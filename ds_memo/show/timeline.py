@@ -74,7 +74,7 @@ def as_html(spans: Sequence[Span], title: str) -> str:
         plot_bgcolor="white",
         xaxis={"title": "seconds"},
         yaxis={"categoryorder": "array", "categoryarray": STREAMS[::-1], "fixedrange": True},
-        legend={"orientation": "h", "y": -0.2},
-        height=420,
+        legend={"orientation": "h", "y": -0.1, "yanchor": "top"},
+        autosize=True,
     )
-    return figure.to_html(include_plotlyjs=True)
+    return figure.to_html(include_plotlyjs=True, default_height="100vh")

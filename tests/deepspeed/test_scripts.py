@@ -153,10 +153,7 @@ class TestTrainer(DistributedTest):
         self, length: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """ParallelismConfig(sp_size=2), which sets DeepSpeed's Ulysses up by itself."""
-        given = {"SIZE": 2, "BACKEND": "deepspeed", "ATTN_IMPLEMENTATION": "sdpa", "SEQ_LENGTH_IS_VARIABLE": length is None}
-        monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
-        for name, value in (given | ({"SEQ_LENGTH": length} if length else {})).items():
-            monkeypatch.setenv(f"PARALLELISM_CONFIG_SP_{name}", str(value))
+        fixed = {"sp_seq_length": length} if length else {}
         from deepspeed.runtime.sequence_parallel import parallel_state_sp
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -165,7 +162,7 @@ class TestTrainer(DistributedTest):
                 for name in ("_SEQUENCE_PARALLEL_GROUP", "_SEQUENCE_DATA_PARALLEL_GROUP"):
                     once.setattr(parallel_state_sp, name, None)
                 once.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", ALL_ATTENTION_FUNCTIONS["sdpa"])
-                words = trainer_words(tmp_path / str(bool(memo)), ds_config(tmp_path, 3, memo))
+                words = trainer_words(tmp_path / str(bool(memo)), ds_config(tmp_path, 3, memo), sp_size=2, **fixed)
                 reports = run_here("trainer.py", words)
         assert_worked(reports)
         want, got = (logged(tmp_path / name / "checkpoint-4") for name in ("False", "True"))

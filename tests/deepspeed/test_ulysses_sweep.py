@@ -1,12 +1,18 @@
 """Every causal language model of Transformers in parts on two ranks: exact, or refused before training; none in between.
 
 pytest -m sweep tests/deepspeed/test_ulysses_sweep.py -s        # prints each family and the counts
+
+The results stand in tests/data/ulysses_families.json, from which docs/support.md is made. With WRITE=1 in the environment the
+test writes them anew.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import signal
 from collections import Counter
+from pathlib import Path
 from typing import Any, ClassVar
 
 import deepspeed.comm as dist
@@ -21,6 +27,7 @@ from tests.deepspeed.test_ulysses import SUMS, part
 from tests.distributed_harness.common import DistributedTest
 from tests.models import gradients
 
+RESULTS = Path(__file__).parents[1] / "data" / "ulysses_families.json"
 LENGTH = 40
 EXACT_LOGITS, EXACT_GRADIENTS = 1e-5, 1e-3
 """Largest relative distance in float32. The worst found are 1e-7 and 3e-5: a gradient that sums terms of both signs."""
@@ -112,8 +119,11 @@ class TestFamilies(DistributedTest):
             print(*(f"{count:4} {kind}" for kind, count in Counter(found.values()).most_common()), sep="\n", flush=True)
         wrong = {name: kind for name, kind in found.items() if kind.startswith("WRONG")}
         assert not wrong
+        if os.environ.get("WRITE") and dist.get_rank() == 0:
+            RESULTS.write_text(json.dumps(found, indent=1) + "\n")
         exact = {name for name, kind in found.items() if kind == "exact"}
         assert exact >= EXACT and not exact & REFUSED and found.keys() >= REFUSED
+        assert found == json.loads(RESULTS.read_text()) or os.environ.get("WRITE")
 
 
 def _too_late(*_: Any) -> None:

@@ -4,9 +4,12 @@
 """
 
 import os
+from dataclasses import dataclass
 
 import deepspeed
 import torch
+from accelerate import ParallelismConfig
+from accelerate.utils import DeepSpeedSequenceParallelConfig
 from transformers import HfArgumentParser, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # CPU ranks talk over gloo; nothing has to be compiled
@@ -24,8 +27,23 @@ class Numbers(torch.utils.data.Dataset):
         return {"input_ids": tokens, "labels": tokens, "position_ids": torch.arange(48)}  # sequence parallelism asks for them
 
 
+@dataclass
+class Ulysses:
+    """Accelerate's sequence parallelism, as in docs/tutorial.md."""
+
+    sp_size: int = 1
+    sp_seq_length: int | None = None
+
+
 def main() -> None:
-    (args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()
+    args, ulysses = HfArgumentParser((TrainingArguments, Ulysses)).parse_args_into_dataclasses()
+    if ulysses.sp_size > 1:
+        handler = DeepSpeedSequenceParallelConfig(
+            sp_attn_implementation="sdpa",
+            sp_seq_length=ulysses.sp_seq_length,
+            sp_seq_length_is_variable=ulysses.sp_seq_length is None,
+        )
+        args.parallelism_config = ParallelismConfig(sp_size=ulysses.sp_size, sp_backend="deepspeed", sp_handler=handler)
     torch.manual_seed(args.seed)
     shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=97, max_position_embeddings=64, **shape))
