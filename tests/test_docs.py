@@ -16,6 +16,7 @@ from pydantic import BaseModel
 
 from ds_memo.cli.main import VERBS
 from ds_memo.config import MemoConfig
+from tests import support
 from tests.messages import messages
 
 REPO = Path(__file__).parents[1]
@@ -132,6 +133,10 @@ def resolves(name: str) -> bool:
     except (AttributeError, ImportError):
         return False
     return True
+
+
+def test_the_support_matrix_is_that_of_the_tests():
+    assert support.PAGE.read_text() == support.page(), "python -m tests.support writes it anew"
 
 
 @pytest.mark.slow

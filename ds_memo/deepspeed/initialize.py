@@ -61,16 +61,16 @@ NO_LAUNCHER = (
 )
 _LAUNCHERS_SET = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 initialized = False
-"""Whether initialize() was called."""
+"""True once initialize() was called."""
 _replaced: Callable[..., tuple] | None = None
-"""What deepspeed.initialize was before install()."""
+"""DeepSpeed's own initialize, once install() has replaced it."""
 _taken: list[Taken] = []
-"""Names that had it when install() came."""
+"""Names that held it when install() came."""
 
 
 @functools.wraps(deepspeed.initialize)
 def initialize(*args: Any, **kwargs: Any) -> tuple:
-    """As ``deepspeed.initialize``; when its config has ``"memo": {"enabled": true, …}`` the engine's model is attached.
+    """Return what ``deepspeed.initialize`` does; attach the engine's model if the config has ``"memo": {"enabled": true, …}``.
 
     ``"sequence_parallel_size"`` above 1 makes a Hugging Face model sequence-parallel, with memo or without
     (:mod:`ds_memo.deepspeed.ulysses`); not where the caller passes an ``mpu`` and so has done that already.
@@ -169,7 +169,7 @@ def _made(stock: Callable[..., tuple], check_parts: bool, *args: Any, **kwargs: 
 
 @contextmanager
 def _words_for_mpi() -> Iterator[None]:
-    """DeepSpeed's error, with those that it lacks."""
+    """Add advice on launchers to the error that DeepSpeed raises without MPI."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -296,7 +296,7 @@ def _say(line: str) -> None:
 
 
 def _takes_no_steps(asked: dict[str, Any], section: dict[str, Any]) -> str:
-    """Why an engine will never train, as that of a frozen reference model (TRL); empty if it may."""
+    """Return why an engine will never train, as that of a frozen reference model (TRL); an empty string if it may."""
     if not any(parameter.requires_grad for parameter in asked["model"].parameters()):
         return "none of its parameters requires a gradient"
     if asked.get("optimizer") is None and not section.get("optimizer"):
@@ -305,7 +305,7 @@ def _takes_no_steps(asked: dict[str, Any], section: dict[str, Any]) -> str:
 
 
 def _smallest(number: int, device: torch.device) -> int:
-    """Over all ranks: what alpha is worked out from must be the same everywhere, or ranks wait for the one with the least."""
+    """Return the smallest number of all ranks, so that all solve with the same host budget."""
     # The one collective of attach_engine. A rank without memo meets it with whatever comes next there; test_uneven_ranks answers
     # it with one all_reduce of its own.
     smallest = torch.tensor(number, device=device)
@@ -314,7 +314,7 @@ def _smallest(number: int, device: torch.device) -> int:
 
 
 def _read_config(asked: dict[str, Any]) -> dict[str, Any]:
-    """The DeepSpeed configuration as deepspeed.initialize would find it."""
+    """Return the DeepSpeed configuration as deepspeed.initialize would find it."""
     config = asked.get("config") or asked.get("config_params")
     if config is None and asked.get("args") is not None:
         config = getattr(asked["args"], "deepspeed_config", None)

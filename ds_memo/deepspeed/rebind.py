@@ -40,7 +40,7 @@ def restore(taken: list[Taken], before: Callable[..., Any], after: Callable[...,
 
 
 def other_holders(function: Callable[..., Any]) -> list[str]:
-    """What holds a function where it cannot be replaced: partials, defaults of arguments, closures, attributes of classes."""
+    """Name holders of a function that cannot be replaced: partials, defaults of arguments, closures, attributes of classes."""
     return sorted(set(_owners(function)))
 
 
@@ -57,7 +57,7 @@ def _owners(held: Any, depth: int = 3) -> Iterator[str]:
 
 
 def _is_part_of_an_owner(holder: Any) -> bool:
-    """A closure's cell, a tuple of cells or defaults, a dict of keyword defaults or of a class."""
+    """Return True for a closure's cell, a tuple of cells or defaults, a dict of keyword defaults or of a class."""
     return isinstance(holder, (types.CellType, tuple, staticmethod, classmethod)) or (
         isinstance(holder, dict) and not _is_module_globals(holder)
     )

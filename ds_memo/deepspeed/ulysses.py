@@ -45,7 +45,7 @@ _parallel: weakref.WeakKeyDictionary[nn.Module, _Attention] = weakref.WeakKeyDic
 
 
 def size_in(config: Mapping[str, Any]) -> int:
-    """How many ranks share a sequence, from the DeepSpeed JSON.
+    """Read from the DeepSpeed JSON the number of ranks that share a sequence.
 
     Raises:
         MemoConfigError: it is no whole number above 0.
@@ -228,7 +228,7 @@ class _SumOverRanks(torch.autograd.Function):
 
 
 def _divides_by_all_ranks(engine: deepspeed.DeepSpeedEngine) -> bool:
-    """Whether gradients are divided by the number of all ranks, not by that of groups, as ZeRO-3's reduce-scatter does.
+    """Return True if gradients are divided by the number of all ranks, not of groups, as ZeRO-3's reduce-scatter does.
 
     Seen in DeepSpeed 0.19.8; should it learn of groups, its source will say so.
     """

@@ -31,12 +31,18 @@ def with_profile(question: Question, path: str) -> Question:
     except ProfileError as error:
         raise EstimateError(f"profile {path} cannot be used: {error}") from None
     model, layers = question.model, sum(kind is not None for kind in profile.layers)
-    if layers != model.layers:
-        raise EstimateError(f"profile {path} is of {layers} layers, {model.name} has {model.layers}")
+    alike = len(profile.kinds) == 1  # one measured layer stands for any number
+    if layers != model.layers and not alike:
+        raise EstimateError(
+            f"profile {path} is of {layers} layers of {len(profile.kinds)} kinds, {model.name} has {model.layers}: which are "
+            "of which kind is not known"
+        )
     widths = {kind["hidden"][-1] for kind in _kinds(profile.key) if _is_shape(kind.get("hidden"))}
     if widths - {model.hidden}:
         found = quoted(" and ".join(map(brief, sorted(widths))))
         raise EstimateError(f"profile {path} is of hidden size {found}, {model.name} has {model.hidden}")
+    if alike:
+        profile = replace(profile, layers=(0,) * model.layers)
     hardware = replace(question.hardware, d2h=profile.d2h_bytes_per_s, h2d=profile.h2d_bytes_per_s)
     notes = (*model.notes, *_notes(question, profile))
     return replace(question, hardware=hardware, profile=profile, model=replace(model, notes=notes))

@@ -1,6 +1,7 @@
 """Estimates with a real run's profile in place of formulas."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,13 @@ def ask(capsys, path: Path, *words: str) -> dict:
     return json.loads(capsys.readouterr().out)
 
 
+def test_one_kind_of_layer_stands_for_any_number(capsys, tmp_path):
+    deep, shallow = tmp_path / "deep.json", tmp_path / "shallow.json"
+    deep.write_text(to_json(profile(32)))
+    shallow.write_text(to_json(profile(4)))
+    assert ask(capsys, shallow) == ask(capsys, deep)
+
+
 def test_its_times_and_link_are_used(capsys, tmp_path):
     fast, slow = tmp_path / "fast.json", tmp_path / "slow.json"
     fast.write_text(to_json(profile(32)))
@@ -92,7 +100,7 @@ def by_kind(*kinds: dict, device: str = "NVIDIA A800-SXM4-80GB") -> dict:
     ("text", "says"),
     [
         ("{}", "format"),
-        (to_json(profile(4)), "4 layers"),
+        (to_json(replace(profile(4), kinds=2 * profile(4).kinds, layers=(0, 1, 0, 1))), "4 layers of 2 kinds, gpt-7b has 32"),
         ("\0", "JSON"),
         (100_000 * "[", "recursion"),
         (to_json(profile(32, key=ONE_FOR_ALL | {"hidden": [2048]})), "hidden size 2048, gpt-7b has 4096"),

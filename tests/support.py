@@ -1,0 +1,105 @@
+"""Write docs/support.md, what works with what, from the tables that tests go through:
+
+python -m tests.support
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from pathlib import Path
+
+from benchmarks.cpu.tile_models import groups_of
+from tests import architectures
+from tests.compiled_layers.test_gradients import MODELS as COMPILED
+from tests.deepspeed.matrix import every_case
+from tests.nvme.test_training import CASES as WITH_FILES
+
+DOCS = Path(__file__).parents[1] / "docs"
+PAGE = DOCS / "support.md"
+FAMILIES = Path(__file__).parent / "data" / "ulysses_families.json"
+_HEAD = """# What works with what
+
+This page shows which models and settings give the losses and gradients of training without memo, which are refused, and which
+no test tries. "Exact" means equal up to rounding, within the bar of the test that is named. All tests ran on CPUs; on a GPU
+everything is untested. `python -m tests.support` writes this page from the tests' own tables.
+
+## DeepSpeed's settings
+
+Exact for Llama on two ranks, with one sequence to a rank and with two ranks to a sequence (Ulysses), with gradient accumulation
+and without (`tests/deepspeed/matrix.py`):
+
+"""
+
+
+def page() -> str:
+    """Return the page's text."""
+    return _HEAD + "\n".join([*_settings(), "", *_others(), "", *_models(), ""])
+
+
+def _settings() -> list[str]:
+    cases = [case for ranks in (1, 2) for case in every_case(ranks)]
+    stages, offloads = sorted({case.stage for case in cases}), sorted({case.offload for case in cases})
+    lines = [f"| offload | {' | '.join(f'ZeRO-{stage}' for stage in stages)} |", "|---" * (len(stages) + 1) + "|"]
+    for offload in offloads:
+        found = [sorted({case.dtype for case in cases if (case.stage, case.offload) == (stage, offload)}) for stage in stages]
+        lines.append(f"| {offload or 'none'} | {' | '.join(', '.join(dtypes) or 'DeepSpeed has none' for dtypes in found)} |")
+    return lines
+
+
+def _others() -> list[str]:
+    files = sorted({case[0] for case in WITH_FILES})
+    return [
+        "## Other settings",
+        "",
+        "| setting | exact with | refused | untested |",
+        "|---|---|---|---|",
+        "| fp16 | ZeRO-3, in `tests/deepspeed` | | other stages |",
+        "| GEMMs in fp8 | `torch._scaled_mm`, torchao's float8 linears: `tests/remat/test_fp8.py` | | MXFP8, NVFP4 |",
+        f"| `torch.compile` | {', '.join(COMPILED)}: `tests/compiled_layers` | DeepCompile, `tile_tokens` | other models |",
+        f"| `nvme` | {', '.join(files)}: `tests/nvme` | network file systems without O_DIRECT | other models |",
+        "| AutoTP | Llama, two ranks: `tests/deepspeed/test_tensor_parallel.py` | | with Ulysses |",
+        "| pipeline parallelism | | `PipelineModule` | |",
+    ]
+
+
+def _models() -> list[str]:
+    """Return the models' table: one row for each pair of answers, tiles and Ulysses."""
+    tiles = groups_of((DOCS / "tiles_models.md").read_text())
+    ulysses = json.loads(FAMILIES.read_text())
+    rows: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for name, reason in tiles.items():
+        rows[_in_tiles(reason), _in_parts(ulysses.get(name))].append(name)
+    order = sorted(rows, key=lambda row: (-len(rows[row]), row))
+    untested: dict[str, list[str]] = defaultdict(list)
+    for name, reason in architectures.NOT_COMPARED.items():
+        untested[reason].append(name)
+    return [
+        "## Models",
+        "",
+        f"All {len(tiles)} causal language models below are exact in whole layers, at alpha 0 and 0.5",
+        "(`tests/remat/test_architectures.py`). In tiles, what cannot be cut runs whole ([reasons](tiles_models.md)). With",
+        "`sequence_parallel_size` 2 a model is exact or refused before training (`tests/deepspeed/test_ulysses_sweep.py`).",
+        "",
+        "| tiles | two ranks to a sequence | models |",
+        "|---|---|---|",
+        *(f"| {in_tiles} | {in_parts} | {', '.join(sorted(rows[in_tiles, in_parts]))} |" for in_tiles, in_parts in order),
+        "",
+        "Untested:",
+        "",
+        *(f"- {', '.join(sorted(names))}: {reason}" for reason, names in untested.items()),
+    ]
+
+
+def _in_tiles(reason: str) -> str:
+    return {"all": "all layers", "some": "some layers", "whole:": "none"}[reason.split()[0]]
+
+
+def _in_parts(verdict: str | None) -> str:
+    if verdict is None:
+        return "untested"
+    return "exact" if verdict == "exact" else f"refused: it {verdict}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
