@@ -230,22 +230,21 @@ def test_transformers_tells_documents_by_position_ids_under_flash_in_one_row_alo
 class TestUlysses(DistributedTest):
     world_size = 2
 
-    @pytest.mark.parametrize("name", ["llama", "neox", "mixtral"])
-    def test_sdpa(self, name):
+    def test_sdpa(self):
         """Grouped heads, as many for keys as for queries, experts; layouts come twice in a row, and again after others."""
-        wants = {layout: Packed(layout).apart(build(name)) for layout in (UNPACKED, *LAYOUTS)}
-        for alpha in (None, 0.0, 0.5, 1.0) if name == "llama" else (0.5,):
-            model = build(name)
-            ulysses.set_up(model, 2)
-            handle = ds_memo.attach(model, memo(alpha)) if alpha is not None else None
-            for layout in (UNPACKED, UNPACKED, HALVES, HALVES, SPREAD, SPREAD, PADDED, HALVES, PADDED, UNPACKED):
-                assert_as_apart(Packed(layout).in_parts(model), wants[layout])
-            assert handle is None or not handle.report()["warnings"]
+        for name, alphas in (("llama", (None, 0.0, 0.5, 1.0)), ("neox", (0.5,)), ("mixtral", (0.5,))):
+            wants = {layout: Packed(layout).apart(build(name)) for layout in (UNPACKED, *LAYOUTS)}
+            for alpha in alphas:
+                model = build(name)
+                ulysses.set_up(model, 2)
+                handle = ds_memo.attach(model, memo(alpha)) if alpha is not None else None
+                for layout in (UNPACKED, UNPACKED, HALVES, HALVES, SPREAD, SPREAD, PADDED, HALVES, PADDED, UNPACKED):
+                    assert_as_apart(Packed(layout).in_parts(model), wants[layout])
+                assert handle is None or not handle.report()["warnings"]
 
-    @pytest.mark.parametrize("implementation", ["flex_attention", *FLASHES])
-    def test_kernels_that_are_told(self, implementation, monkeypatch):
+    def test_kernels_that_are_told(self, monkeypatch):
         wants = {layout: Packed(layout).apart(build("llama")) for layout in (UNPACKED, *LAYOUTS)}
-        for alpha in (None, 0.5):
+        for implementation, alpha in itertools.product(["flex_attention", *FLASHES], (None, 0.5)):
             model = build("llama")
             use(model, implementation, monkeypatch)
             ulysses.set_up(model, 2)
@@ -341,18 +340,18 @@ class TestUlysses(DistributedTest):
             hidden = model.model(input_ids=part(pack.tokens), position_ids=part(Packed(HALVES).positions), use_cache=False)
             assert_as_apart((whole(model.lm_head(hidden[0])), {}), (want[0], {}))
 
-    @pytest.mark.parametrize("pad", [0, 1])
-    def test_padding_on_the_left(self, pad):
+    def test_padding_on_the_left(self):
         """As Transformers numbers it under a padding mask: tokens that count do not see it."""
         pack = Packed(((7, 57), (20, 44)))
         want = pack.apart(build("llama"))[0]
-        for positions, lengths in zip(pack.positions, pack.lengths, strict=True):
-            positions[: lengths[0]] = pad
         model = build("llama")
         ulysses.set_up(model, 2)
-        got = pack.in_parts(model)[0]
-        for row, lengths in enumerate(pack.lengths):
-            assert_as_apart((got[row, lengths[0] :], {}), (want[row, lengths[0] :], {}))
+        for pad in (0, 1):
+            for positions, lengths in zip(pack.positions, pack.lengths, strict=True):
+                positions[: lengths[0]] = pad
+            got = pack.in_parts(model)[0]
+            for row, lengths in enumerate(pack.lengths):
+                assert_as_apart((got[row, lengths[0] :], {}), (want[row, lengths[0] :], {}))
 
     def test_refusals(self, monkeypatch):
         """By every rank, before any attention runs."""

@@ -103,6 +103,34 @@ def logged(folder: Path, name: str = "loss") -> list[float]:
     return [entry[name] for entry in json.loads((folder / "trainer_state.json").read_text())["log_history"] if name in entry]
 
 
+def assert_same_losses(
+    folder: Path,
+    stage: int,
+    script: str = "trainer.py",
+    section: dict[str, Any] = MEMO,
+    rel: float = 1e-6,
+    config: dict[str, Any] | None = None,
+    under_memo: dict[str, Any] | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Run a Trainer's script without memo and with it. Return the last report.
+
+    Args:
+        config: other sections of the DeepSpeed JSON.
+        under_memo: options of the script's second run alone.
+        options: options of both.
+    """
+    for memo in (None, section):
+        words = trainer_words(
+            folder / str(bool(memo)), ds_config(folder, stage, memo, **config or {}), **options, **((memo and under_memo) or {})
+        )
+        reports = run_here(script, words)
+    assert_worked(reports)
+    want, got = (logged(folder / name / "checkpoint-4") for name in ("False", "True"))
+    assert len(want) == 4 and got == pytest.approx(want, rel=rel)
+    return reports[-1]
+
+
 def assert_worked(reports: list[Any]) -> None:
     report = reports[-1]
     assert report["active"] and report["bytes_from_host"] >= report["bytes_to_host"] > 0
@@ -124,29 +152,14 @@ class TestTrainer(DistributedTest):
 
         monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: True)  # slow on a CPU, and right
         scale = {"fp16": {"enabled": True, "initial_scale_power": 16}} if dtype == "fp16" else {"bf16": {"enabled": True}}
-        for memo in (None, MEMO):
-            config = ds_config(tmp_path, 2, memo, **scale)
-            words = trainer_words(tmp_path / str(bool(memo)), config, **{dtype: True})
-            reports = run_here("trainer.py", words)
-        assert_worked(reports)
-        want, got = (logged(tmp_path / name / "checkpoint-4") for name in ("False", "True"))
-        assert len(want) == 4 and got == pytest.approx(want, rel=1e-2)
+        assert_same_losses(tmp_path, 2, rel=1e-2, config=scale, **{dtype: True})
 
     @pytest.mark.slow
     @pytest.mark.parametrize("stage", [2, 3])
     def test_torch_compile(self, stage: int, tmp_path: Path) -> None:
         """Layers are compiled one by one. Under ZeRO-3 they are gathered whole."""
-        for memo in (None, MEMO):
-            words = trainer_words(
-                tmp_path / str(bool(memo)),
-                ds_config(tmp_path, stage, memo),
-                torch_compile=bool(memo),
-                torch_compile_backend="aot_eager",
-            )
-            reports = run_here("trainer.py", words)
-        assert_worked(reports)
-        want, got = (logged(tmp_path / name / "checkpoint-4") for name in ("False", "True"))
-        assert len(want) == 4 and got == pytest.approx(want, rel=1e-5)
+        compiled = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+        assert_same_losses(tmp_path, stage, rel=1e-5, under_memo=compiled)
 
     @pytest.mark.parametrize("length", [pytest.param(48, marks=pytest.mark.slow), None], ids=["one length", "lengths vary"])
     def test_accelerates_own_sequence_parallelism(
@@ -157,16 +170,17 @@ class TestTrainer(DistributedTest):
         from deepspeed.runtime.sequence_parallel import parallel_state_sp
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-        for memo in (None, MEMO):
-            with monkeypatch.context() as once:  # DeepSpeed does it once in a process
-                for name in ("_SEQUENCE_PARALLEL_GROUP", "_SEQUENCE_DATA_PARALLEL_GROUP"):
-                    once.setattr(parallel_state_sp, name, None)
-                once.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", ALL_ATTENTION_FUNCTIONS["sdpa"])
-                words = trainer_words(tmp_path / str(bool(memo)), ds_config(tmp_path, 3, memo), sp_size=2, **fixed)
-                reports = run_here("trainer.py", words)
-        assert_worked(reports)
-        want, got = (logged(tmp_path / name / "checkpoint-4") for name in ("False", "True"))
-        assert len(want) == 4 and got == pytest.approx(want, rel=1e-6)
+        stock, run = ALL_ATTENTION_FUNCTIONS["sdpa"], run_here
+
+        def set_up_anew(*args: Any, **kwargs: Any) -> Any:
+            """DeepSpeed does it once in a process."""
+            for name in ("_SEQUENCE_PARALLEL_GROUP", "_SEQUENCE_DATA_PARALLEL_GROUP"):
+                monkeypatch.setattr(parallel_state_sp, name, None)
+            monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", stock)
+            return run(*args, **kwargs)
+
+        monkeypatch.setitem(globals(), "run_here", set_up_anew)
+        assert_same_losses(tmp_path, 3, sp_size=2, **fixed)
 
     @pytest.mark.parametrize(
         "stage, section",
@@ -200,12 +214,7 @@ class TestSFTTrainer(DistributedTest):
     @pytest.mark.slow  # test_a_loop has adapters every day
     def test_lora(self, tmp_path: Path) -> None:
         pytest.importorskip("trl", reason="TRL is not installed: pip install trl")
-        for memo in (None, MEMO):
-            out = tmp_path / str(bool(memo))
-            reports = run_here("sft.py", trainer_words(out, ds_config(tmp_path, 3, memo), bf16=False))
-        assert_worked(reports)
-        want, got = (logged(tmp_path / name / "checkpoint-4") for name in ("False", "True"))
-        assert len(want) == 4 and got == pytest.approx(want, rel=1e-6)
+        assert_same_losses(tmp_path, 3, "sft.py", bf16=False)
 
 
 @pytest.mark.slow
@@ -215,18 +224,13 @@ class TestDPOTrainer(DistributedTest):
     @pytest.mark.parametrize("stage", [2, 3])
     def test_the_reference_model_is_left_alone(self, stage: int, tmp_path: Path) -> None:
         pytest.importorskip("trl", reason="TRL is not installed: pip install trl")
-        for memo in (None, MEMO):
-            out = tmp_path / str(bool(memo))
-            with contextlib.redirect_stderr(io.StringIO()) as told:
-                reports = run_here("dpo.py", trainer_words(out, ds_config(tmp_path, stage, memo), bf16=False))
-        assert_worked(reports)
-        assert reports[-1]["plan"]["hits"] > 0
+        with contextlib.redirect_stderr(io.StringIO()) as told:
+            report = assert_same_losses(tmp_path, stage, "dpo.py", bf16=False)
+        assert report["plan"]["hits"] > 0
         assert len(attached()) == 0  # run_here detached the engines that took steps, and the reference was never attached
         if os.environ["RANK"] == "0":
             left = "ds_memo leaves this LlamaForCausalLM alone: neither the call nor the JSON has an optimizer"
             assert left in told.getvalue()
-        want, got = (logged(tmp_path / name / "checkpoint-4") for name in ("False", "True"))
-        assert len(want) == 4 and got == pytest.approx(want, rel=1e-6)
 
 
 class TestAccelerate(DistributedTest):

@@ -1,5 +1,7 @@
 """Tiled layers under DeepSpeed: every ZeRO stage, dtype, offload and sequence parallelism; the same losses as stock's."""
 
+import itertools
+
 import pytest
 
 from ds_memo.tiles.layer import TiledCall
@@ -33,14 +35,13 @@ class TestTiles(DistributedTest):
         monkeypatch.setattr(matrix, "LENGTH", LENGTH)
         run(matrix.quick_cases(ranks_per_sequence))
 
-    @pytest.mark.parametrize("ranks_per_sequence", [1, 2])
-    def test_evaluations(self, ranks_per_sequence, monkeypatch):
+    def test_evaluations(self, monkeypatch):
         """Before the first step, and between steps."""
         monkeypatch.setattr(matrix, "LENGTH", LENGTH)
         kept = []
         forward = TiledCall.forward
         monkeypatch.setattr(TiledCall, "forward", lambda self, hidden: kept.append(self._trains) or forward(self, hidden))
-        for stage in (2, 3):
+        for stage, ranks_per_sequence in itertools.product((2, 3), (1, 2)):
             case = matrix.Case(stage, "fp32", 1, ranks_per_sequence=ranks_per_sequence)
             stock, _ = matrix.train(case, None, evaluations=(0, 3))
             kept.clear()

@@ -58,19 +58,20 @@ def gradients_of_parts(model, seed=0, rows=2):
 class TestGradients(DistributedTest):
     world_size = 2
 
-    @pytest.mark.parametrize("name", ["llama", "qwen3", "neox", "mixtral"])
-    def test_parts_give_what_whole_sequences_give(self, name):
+    def test_parts_give_what_whole_sequences_give(self):
         """GQA, a head size of its own, a model without key and value heads in its configuration, experts."""
-        want = whole_gradients(build(name))
-        parallel = build(name)
-        ulysses.set_up(parallel, 2)
-        assert_same_grads(gradients_of_parts(parallel), want, FP32)
-        handle = ds_memo.attach(parallel, MEMO)
-        for _ in range(3):  # analysed, then recorded
+        for name in ("llama", "qwen3", "neox", "mixtral"):
+            want = whole_gradients(build(name))
+            parallel = build(name)
+            ulysses.set_up(parallel, 2)
             assert_same_grads(gradients_of_parts(parallel), want, FP32)
-        report = handle.report()
-        assert report["bytes_to_host"] > 0 and report["attention_recomputed"] == 0 and not report["warnings"]
-        assert_same_grads(gradients_of_parts(parallel, rows=3), whole_gradients(build(name), rows=3), FP32)  # another batch size
+            handle = ds_memo.attach(parallel, MEMO)
+            for _ in range(3):  # analysed, then recorded
+                assert_same_grads(gradients_of_parts(parallel), want, FP32)
+            report = handle.report()
+            assert report["bytes_to_host"] > 0 and report["attention_recomputed"] == 0 and not report["warnings"], name
+            assert_same_grads(gradients_of_parts(parallel, rows=3), whole_gradients(build(name), rows=3), FP32)  # another batch
+            handle.detach()
 
     def test_a_plain_model_beside_it_stays_plain(self):
         want = whole_gradients(build("llama"))
@@ -131,29 +132,26 @@ class TestGradients(DistributedTest):
             model(input_ids=tokens[mine], position_ids=positions[mine])
         assert_same_grads(gradients_of_parts(model), whole_gradients(build("llama")), FP32)  # the ranks are still in step
 
-    @pytest.mark.parametrize(
-        "rope, off",
-        [
+    def test_rotary_frequencies_that_depend_on_the_length(self):
+        longrope = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "factor": 4.0}
+        for rope, off in (
             ({"rope_type": "dynamic", "factor": 4.0}, "up to 12, 24"),
-            ({"rope_type": "longrope", "original_max_position_embeddings": 16}, "up to 12, 24"),
-            ({"rope_type": "longrope", "original_max_position_embeddings": 8}, None),
-            ({"rope_type": "longrope", "original_max_position_embeddings": 24}, None),
-        ],
-    )
-    def test_rotary_frequencies_that_depend_on_the_length(self, rope, off, monkeypatch):
-        factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "factor": 4.0} if "longrope" in rope.values() else {}
-        shape = {"rope_parameters": {"rope_theta": 1e4, **rope, **factors}, "max_position_embeddings": 16}
-        want = whole_gradients(build("llama", **shape))
-        parallel = build("llama", **shape)
-        ulysses.set_up(parallel, 2)
-        if off is None:
-            assert_same_grads(gradients_of_parts(parallel), want, FP32)
-            return
-        with pytest.raises(ds_memo.MemoError, match=f'embeddings of type "{rope["rope_type"]}" .* {off}'):
-            gradients_of_parts(parallel)
-        ulysses._parallel[parallel]._rotary = None  # without the check gradients are wrong
-        with pytest.raises(Different):
-            assert_same_grads(gradients_of_parts(parallel), want, 1e-2)
+            ({**longrope, "original_max_position_embeddings": 16}, "up to 12, 24"),
+            ({**longrope, "original_max_position_embeddings": 8}, None),
+            ({**longrope, "original_max_position_embeddings": 24}, None),
+        ):
+            shape = {"rope_parameters": {"rope_theta": 1e4, **rope}, "max_position_embeddings": 16}
+            want = whole_gradients(build("llama", **shape))
+            parallel = build("llama", **shape)
+            ulysses.set_up(parallel, 2)
+            if off is None:
+                assert_same_grads(gradients_of_parts(parallel), want, FP32)
+                continue
+            with pytest.raises(ds_memo.MemoError, match=f'embeddings of type "{rope["rope_type"]}" .* {off}'):
+                gradients_of_parts(parallel)
+            ulysses._parallel[parallel]._rotary = None  # without the check gradients are wrong
+            with pytest.raises(Different):
+                assert_same_grads(gradients_of_parts(parallel), want, 1e-2)
 
     def test_a_lean_rank_sets_everyones_alpha(self, monkeypatch):
         """Through the engine, with alpha left out: the host of rank 1 has less room."""
@@ -233,20 +231,17 @@ def gradients_in_groups(name, ranks, groups, **shape):
 class TestHeadGroups(DistributedTest):
     world_size = 2
 
-    @pytest.mark.parametrize(
-        "name, groups, shape",
-        [
+    def test_in_groups_of_each_ranks_heads(self):
+        for name, groups, shape in (
             ("llama", 2, {}),  # of two heads that share a key-value head
             ("neox", 2, {}),  # of two key-value heads
             ("llama", 4, {"num_attention_heads": 8, "num_key_value_heads": 4}),  # of both
             ("llama", 3, {"num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 48}),
-        ],
-    )
-    def test_in_groups_of_each_ranks_heads(self, name, groups, shape):
-        want = whole_gradients(build(name, **shape))
-        found, ran, warnings = gradients_in_groups(name, 2, groups, **shape)
-        assert_same_grads(found, want, FP32)
-        assert ran == {(number, groups) for number in range(groups)} and not warnings
+        ):
+            want = whole_gradients(build(name, **shape))
+            found, ran, warnings = gradients_in_groups(name, 2, groups, **shape)
+            assert_same_grads(found, want, FP32)
+            assert ran == {(number, groups) for number in range(groups)} and not warnings, name
 
     def test_attention_is_recomputed_in_groups(self, monkeypatch):
         again = Placement(PlacementKind.SWAPPED_ATTENTION_RECOMPUTED, 0.0, tiles=Tiles(4, 2))

@@ -80,7 +80,7 @@ def clone(where: Path) -> None:
     )
     for name in filter(lambda name: (ROOT / name).exists(), listed.stdout.splitlines()):
         (where / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / name, where / name)
+        shutil.copy(ROOT / name, where / name, follow_symlinks=False)
 
 
 def environment(where: Path) -> None:
