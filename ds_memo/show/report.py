@@ -21,18 +21,10 @@ from ds_memo.files import read_text
 from ds_memo.units import size
 
 _NEEDED = (
-    *("active", "alpha", "resident_layers", "layers_on_device", "binding", "layers", "bytes_to_host"),
-    *(
-        "bytes_from_host",
-        "stored_bytes_per_layer",
-        "gemm_flops_recomputed_fraction",
-        "attention_recomputed",
-        "host",
-        "stall_s",
-        "plan",
-        "warnings",
-    ),
+    *("active", "alpha", "resident_layers", "layers_on_device", "binding", "layers", "bytes_to_host", "bytes_from_host"),
+    *("stored_bytes_per_layer", "gemm_flops_recomputed_fraction", "attention_recomputed", "host", "stall_s", "plan", "warnings"),
 )
+"""Keys without which a dict is no report."""
 _NON_LAYER = {"forward": "forward", "head": "head and loss", "backward": "backward", "always": "other streams"}
 _PARTS = {
     "frames": "frames on the device",

@@ -58,8 +58,10 @@ def test_the_traceback_of_a_defect_is_shown_when_asked_for() -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("closed", ["2>&-", ">&-", ">&- 2>&-", "<&- >&- 2>&-"])
-@pytest.mark.parametrize("file, code", [(TRACE, 0), ("no-such-file", 2)])
+@pytest.mark.parametrize(
+    "closed, file, code",
+    [("2>&-", "no-such-file", 2), (">&-", TRACE, 0), (">&- 2>&-", "no-such-file", 2), ("<&- >&- 2>&-", TRACE, 0)],
+)
 def test_closed_streams(closed: str, file: str, code: int) -> None:
     ended = shell(f"exec ds-memo plan {file} {closed}")
     assert ended.returncode == code and "Traceback" not in ended.stderr
