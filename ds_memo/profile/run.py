@@ -242,7 +242,7 @@ def _measure_kind(
             warn(f"profile: {name} cannot be measured at {lengths[0]:,} tokens ({failed}); measured at {full:,} instead")
             samples = measured((full,))
         if asked.in_tiles and len(samples) > 1:
-            progress(f"{name}: the same in tiles, which takes about as long again")
+            progress(f"{name}: now in tiles, of several lengths and groups of heads")
         in_tiles, not_tiled = _measured_in_tiles(asked, call, samples, nbytes, do)
     return replace(do(lambda: _profile(name, samples, warn)), in_tiles=in_tiles, not_tiled=not_tiled)
 

@@ -27,10 +27,12 @@ deepspeed = engines.deepspeed
 pytestmark = engines.ON_ONE_CPU_RANK
 
 STAGES = (0, 1, 2, 3)
-STAGES_AND_DTYPES = [(stage, dtype) for stage in STAGES for dtype in (torch.float32, torch.bfloat16)]
+FP32, BF16 = torch.float32, torch.bfloat16
+STAGES_AND_DTYPES = [(0, FP32), (1, BF16), (2, FP32), (3, FP32), (3, BF16)]
+"""Every stage and dtype; test_matrix.py has them all on two ranks."""
 
 
-@pytest.mark.parametrize("stage, dtype", everyday(STAGES_AND_DTYPES, STAGES_AND_DTYPES[:6:3]), ids=str)
+@pytest.mark.parametrize("stage, dtype", everyday(STAGES_AND_DTYPES, STAGES_AND_DTYPES[:2]), ids=str)
 def test_trains_as_without_memo(stage: int, dtype: torch.dtype) -> None:
     plain = start(ds_config(stage, dtype))
     assert not hasattr(plain, "memo")
