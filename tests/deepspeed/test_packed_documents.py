@@ -380,18 +380,21 @@ class TestUlysses(DistributedTest):
         with pytest.raises(ds_memo.MemoError, match=r'a window of 8 tokens of 64.*"flex_attention" knows.*flash_attention_2'):
             window(input_ids=tokens, position_ids=positions)
 
-    @pytest.mark.parametrize("first", [(), (20,)], ids=["one document", "packed"])
-    def test_a_profile_shortens_the_parts(self, first, tmp_path, monkeypatch):
+    def test_a_profile_shortens_the_parts(self, tmp_path, monkeypatch):
         """Cut parts are no longer neighbours, but the last document goes on from one into the next."""
         monkeypatch.setattr(run, "SHORTEST", 64)
         look, seen = documents.document_lengths, []
         monkeypatch.setattr(documents, "document_lengths", lambda whole: seen.append(tuple(look(whole)[0])) or look(whole))
-        model = build("llama")
-        ulysses.set_up(model, 2)
-        handle = ds_memo.attach(model, {"tile_tokens": 0, "plan": {"enabled": False, "cache_dir": str(tmp_path)}})
-        Packed(((*first, 400 - sum(first)),)).in_parts(model)
-        assert handle.report()["profile"]
-        assert {*seen} == {(*first, length - sum(first)) for length in (64, 128, 256, 400)}
+        for first in ((), (20,)):  # one document; packed
+            seen.clear()
+            model = build("llama")
+            ulysses.set_up(model, 2)
+            cache = str(tmp_path / str(len(first)))
+            handle = ds_memo.attach(model, {"tile_tokens": 0, "plan": {"enabled": False}, "cache_dir": cache})
+            Packed(((*first, 400 - sum(first)),)).in_parts(model)
+            assert handle.report()["profile"]
+            assert {*seen} == {(*first, length - sum(first)) for length in (64, 128, 256, 400)}
+            handle.detach()
 
     @pytest.mark.parametrize("stage", [0, 3])
     def test_under_deepspeed(self, stage, monkeypatch):
