@@ -188,7 +188,7 @@ def paper(model: nn.Module, budget: Budget, alpha: float | None = None, planned:
                 "alpha": memo.alpha,
                 "bytes_to_host": traffic.bytes_to_host,
                 "stall_s": memo.engine.streams.stall_s(),
-                "host": {"budget": memo.slab.budget, "slab": memo.slab.size, "peak_used": memo.slab.peak_used},
+                "host": {"budget": memo.slab.budget.nbytes, "slab": memo.slab.size, "peak_used": memo.slab.peak_used},
                 "plan": memo.addresses.report() if memo.addresses else None,
             }
 

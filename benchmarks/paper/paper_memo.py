@@ -261,7 +261,7 @@ class PaperMemo:
         whole = [made.whole for made in call.entries]
         sizes = [tensor.numel() * tensor.itemsize for tensor in call.tensors]
         always = sum(size for size, all_of_it in zip(sizes, whole, strict=True) if all_of_it)
-        alpha = paper_alpha(0, always, sum(sizes) - always, *self._hides, len(self._layers), self.slab.budget)
+        alpha = paper_alpha(0, always, sum(sizes) - always, *self._hides, len(self._layers), self.slab.budget.nbytes)
         return alpha or 0.0  # None: not even 0 hides, or fits; the slab will say so
 
     # ---- backward

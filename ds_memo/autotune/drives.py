@@ -68,7 +68,7 @@ class Drives:
         Raises:
             Failed: it failed on some rank. All ranks raise it.
         """
-        mine = together(functools.partial(measure_drives, self._files, self._host.agreed, self._device))
+        mine = together(functools.partial(measure_drives, self._files, self._host.share, self._device))
         writes, reads = zip(*from_all_ranks(mine), strict=True)
         self._rates = min(writes), min(reads)
         for meter in self._files.meters.values():

@@ -162,7 +162,7 @@ class Profiling:
             lengths=lengths,
             full=full,
             device=self._device,
-            host_budget=self._host.budget,
+            host_budget=self._host.nbytes,
             attention=self._config.attention,
             ranks_per_sequence=ranks_per_sequence(),
             in_tiles=self.in_tiles,

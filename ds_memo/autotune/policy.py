@@ -186,12 +186,12 @@ class PlacementPolicy:
         if alpha is None:
             alpha, reason = fits, "host memory" if fits < 1 else "all rows fit the host"
         used = swapped * (whole_bytes + alpha * split_bytes)
-        if self._host.fixed:
+        if self.fixed:
             of_class, need = type(layer.module()), math.ceil(used) + swapped * _SLACK_PER_FRAME
             self._needs[of_class] = max(need, self._needs.get(of_class, 0))
             self._host.needs = sum(self._needs.values())
             if self._nvme_budget:
-                self._host.needs = min(self._host.needs, self._host.budget)
+                self._host.needs = min(self._host.needs, self._host.nbytes)
             self._frame_bytes[of_class] = used / swapped
         where = "host memory and files" if self._nvme_budget and alpha is not None else "host memory"
         self.binding = f"{reason}: {used / GIB:.3g} of {budget / GIB:.3g} GiB of {where} at alpha {alpha:.3g}"
@@ -204,8 +204,8 @@ class PlacementPolicy:
         A model that is solved for has reserved them for the pass, and only the system can refuse them. Where not even an empty
         host holds what is configured, the allocation raises.
         """
-        fixed = self._host.fixed
-        if not nbytes or (fixed and self._host.needs > self._host.share):
+        needs, fixed = self._host.needs, self.fixed
+        if not nbytes or (needs is not None and needs > self._host.share):
             return True
         if self._refused and nbytes >= self._refused[0] and self._host.pool.used == self._refused[1]:
             return False  # to ask again takes a collection of garbage, and a pass that goes without has many layers

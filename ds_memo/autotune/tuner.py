@@ -61,7 +61,7 @@ class _Room(NamedTuple):
 
     reservation: int
     left: int
-    solvable: int
+    share: int
     files: int
 
 
@@ -102,7 +102,7 @@ class Tuner:
         self._solutions: dict[tuple[HiddenShapes, InFlight, int, bool], PassSolution] = {}
         """By the shapes of the hidden states, the calls in flight, the host's bytes, and whether the pass may do without
         checkpointing."""
-        self._profiling = Profiling(config, remat.engine.slab, self._device, warn)
+        self._profiling = Profiling(config, remat.engine.slab.budget, self._device, warn)
         self._probe = Probe(remat, before_probe)
         self._gather_whole = gather_whole
         self._drives = drives
@@ -122,7 +122,7 @@ class Tuner:
         self._measures_again = False
         """Layers can be measured again in a later pass: with all ranks, or without making another rank wait."""
         self._latest: PassSolution | None = None
-        self._budgets = Budgets(config.device_memory_gib, remat.engine.slab, self._device)
+        self._budgets = Budgets(config.device_memory_gib, remat.engine.slab.budget, self._device)
         self._copies_at = 1.0
         """The share of the profiled bandwidth that copies were seen to reach."""
         self._steps = 0
@@ -177,7 +177,7 @@ class Tuner:
             The calls in flight, and True if the pass must be probed, on any of these ranks.
         """
         host, addresses = self._budgets.host, self._addresses
-        room = _Room(host.reservation, host.left, host.solvable, self._drives.budget if self._drives else 0)
+        room = _Room(host.reservation, host.left, host.share, self._drives.budget if self._drives else 0)
         mine = [must_probe, calls.earlier, *calls.most, *(-nbytes for nbytes in room)]
         said = agree.meet(json.dumps([mine, addresses.why_not_planned]), self._sharing)
         everybodys, whys = zip(*map(json.loads, said), strict=True)
@@ -289,7 +289,7 @@ class Tuner:
         try:
             return self._solve(host, shapes, may_skip_recompute, alpha)
         except NothingFits as error:
-            if alpha is None or error.where != "host" or host >= self._room.solvable:
+            if alpha is None or error.where != "host" or host >= self._room.share:
                 raise
             solution = self._solve(host, shapes, may_skip_recompute, None)
         self._warn(WITHOUT_ALPHA.format(alpha))
@@ -389,7 +389,7 @@ class Tuner:
             "d2h_bytes_per_s": self.profile.d2h_bytes_per_s * self._copies_at,
             "h2d_bytes_per_s": self.profile.h2d_bytes_per_s * self._copies_at,
             "device_budget": self._budgets.device,
-            "host_budget": self._budgets.host.solvable,
+            "host_budget": self._budgets.host.share,
             "calls": self._in_flight.calls,
             "not_tiled": {kind.name: why for kind in self.profile.kinds if (why := self._why_whole or kind.not_tiled)},
             "changes": list(self.changes),

@@ -107,9 +107,9 @@ def _measure(args: argparse.Namespace, device: torch.device, say: Callable[[str]
             lengths=dict.fromkeys(calls, lengths),
             full={kind: call.length for kind, call in calls.items()},
             device=device,
-            host_budget=memo.slab.budget,
+            host_budget=memo.slab.budget.nbytes,
         )
-        drives = _drives(args.nvme, memo.slab.budget, device, say) if args.nvme else None
+        drives = _drives(args.nvme, memo.slab.budget.nbytes, device, say) if args.nvme else None
         say(f"measuring {_plural(len(calls), 'kind')} of layer on {device} at {_list(lengths)} tokens")
         profile = take_profile(asked, warn=lambda message: say(f"warning: {message}"), progress=say)
         profile.measured["drives"] = drives

@@ -1,20 +1,20 @@
 """Simulate a step in virtual time: layers through three streams and files, driven by the real engine.
 
-`ds_memo.swap.engine.SwapEngine` itself runs here (or `ds_memo.nvme.engine.NvmeEngine`), so the schedule cannot differ from the
-real one. Its streams and files only keep time, its tensors only know their bytes, and this module advances the compute clock as
-kernels would. The host issues work as compute reaches it: where it waits for files, compute waits.
+`ds_memo.swap.engine.SwapEngine` itself runs here, over `ds_memo.nvme.home.FileHome` if there are drives. So the schedule cannot
+differ from the real one. Its streams and files only keep time, its tensors only know their bytes, and this module advances the
+compute clock as kernels would. The host issues work as compute reaches it: where it waits for files, compute waits.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
 
 from ds_memo.errors import MemoError
 from ds_memo.nvme import file_protocol
-from ds_memo.nvme.engine import NvmeEngine
+from ds_memo.nvme.home import FileHome
 from ds_memo.placement import Placement, PlacementKind
 from ds_memo.solve.costs import LayerCosts, NvmeCosts, Output, RunCosts, TileCosts
 from ds_memo.swap.engine import SwapEngine
@@ -147,6 +147,9 @@ class VirtualLayout(NamedTuple):
     buffer_bytes: float = 0.0
     changed_early: frozenset[int] = frozenset()
 
+    def new_buffer(self, nbytes: float, device: Any) -> None:
+        return None
+
 
 @dataclass(eq=False)
 class VirtualBlock:
@@ -164,11 +167,15 @@ class VirtualSlab:
 
     def __init__(self, budget: float = math.inf) -> None:
         self.left = budget
-        self.make_room: Callable[[], Callable[[Callable[[], bool]], None] | None] = lambda: None
+        self.budget = self
+        self._engine: SwapEngine
+
+    def held_by(self, engine: SwapEngine) -> None:
+        self._engine = engine
 
     def allocate(self, nbytes: int, wanted_by: str) -> VirtualBlock:
-        if nbytes > self.left and (make_room := self.make_room()) is not None:
-            make_room(lambda: nbytes <= self.left)
+        if nbytes > self.left:
+            self._engine.make_room(lambda: nbytes <= self.left)
         if nbytes > self.left:
             _no_room(f"host memory for {wanted_by}")
         self.left -= nbytes
@@ -243,21 +250,6 @@ class VirtualFiles:
     def close(self) -> None: ...
 
 
-class _VirtualBuffers:
-    """Virtual reload buffers for an engine."""
-
-    def _new_buffer(self, nbytes: int) -> None:
-        return None
-
-
-class VirtualEngine(_VirtualBuffers, SwapEngine):  # type: ignore[misc]
-    """The engine."""
-
-
-class VirtualNvmeEngine(_VirtualBuffers, NvmeEngine):  # type: ignore[misc]
-    """The engine with files."""
-
-
 def simulate(run: RunCosts, placements: Sequence[Placement]) -> Simulated:
     """Drive the engine through one forward and backward.
 
@@ -268,15 +260,12 @@ def simulate(run: RunCosts, placements: Sequence[Placement]) -> Simulated:
     Raises:
         MemoError: host or files have no room for a block.
     """
-    streams, files = VirtualStreams(run.d2h_bytes_per_s, run.h2d_bytes_per_s), None
-    engine: SwapEngine
+    streams, files, home = VirtualStreams(run.d2h_bytes_per_s, run.h2d_bytes_per_s), None, None
+    slab: Any = VirtualSlab()
     if run.nvme is not None and any(placement.nvme for placement in placements):
-        files = VirtualFiles(run.nvme, streams)
-        limited: Any = VirtualSlab(run.host_budget)
-        engine = VirtualNvmeEngine(streams, limited, None, files, _no_room)  # type: ignore[arg-type]
-    else:
-        slab: Any = VirtualSlab()
-        engine = VirtualEngine(streams, slab, device=None)  # type: ignore[arg-type]
+        files, slab = VirtualFiles(run.nvme, streams), VirtualSlab(run.host_budget)
+        home = FileHome(streams, slab, files, _no_room)  # type: ignore[arg-type]
+    engine = SwapEngine(streams, slab, None, home)  # type: ignore[arg-type]
     layers: list[_Whole] = []
     for index, (layer, placement) in enumerate(zip(run.layers, placements, strict=True)):
         layers.append(_driver(layer, placement)(engine, streams, index, layer, placement))

@@ -101,7 +101,7 @@ class CopyBench:
 
 def _largest(slab: HostSlab) -> Block:
     """Allocate the slab's budget; halve the request until the system grants it."""
-    nbytes = slab.budget
+    nbytes = slab.budget.nbytes
     while True:
         try:
             return slab.allocate(nbytes, "the bandwidth measurement")

@@ -200,7 +200,9 @@ class Bench:
         self._device = device
         self._policy = _Fixed()
         self._engine = _Watched(streams_for(device), HostSlab(0, HostPool(device)), device)
-        self.remat = Remat(self._engine, self._policy, warn, attention, tiler=tiler)
+        self.part_begins: Callable[[], None] = lambda: None
+        """Called as each part of a layer in tiles begins."""
+        self.remat = Remat(self._engine, self._policy, warn, attention, tiler=tiler, part_begins=lambda part: self.part_begins())
 
     def close(self) -> None:
         self._engine.close()

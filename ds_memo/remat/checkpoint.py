@@ -166,6 +166,7 @@ class Remat:
         observers: told which layer runs, in this order.
         tiler: None: layers run whole.
         aside: returns a context for what is run once for a kind of call, and not as a part of the pass.
+        part_begins: told of each part of a layer in tiles. A profile measures them.
     """
 
     def __init__(
@@ -177,8 +178,10 @@ class Remat:
         observers: Sequence[LayerObserver] = (),
         tiler: Tiler | None = None,
         aside: Callable[[], AbstractContextManager[None]] = nullcontext,
+        part_begins: Callable[[str], None] = lambda part: None,
     ) -> None:
         self.aside = aside
+        self.part_begins = part_begins
         self.engine = engine
         self.policy = policy
         self.warn = warn
@@ -206,9 +209,6 @@ class Remat:
             preserve_rng_state: True if the replay must draw the same random numbers as the forward.
         """
         return self._run(layer, fn, args, kwargs, preserve_rng_state)
-
-    def part_begins(self, part: str) -> None:
-        """Note that a part of a layer in tiles begins. A profile measures parts."""
 
     @contextmanager
     def instead(self, run: Callable[..., Any]) -> Iterator[None]:

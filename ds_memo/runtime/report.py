@@ -42,7 +42,7 @@ def report(
         gemm_flops_recomputed_fraction=_recomputed(work, traffic.frames),
         attention_recomputed=work.attention_ops_recomputed,
         host={
-            "budget": slab.share,
+            "budget": slab.budget.share,
             "slab": slab.size,
             "peak_used": slab.peak_used,
             "locked_bytes_per_s": slab.pool.locked_bytes / slab.pool.locking_s if slab.pool.locking_s else None,

@@ -30,7 +30,7 @@ from ds_memo.hf.attention import catch_attention, keep_unobserved_attention
 from ds_memo.layer_observer import LayerObserver
 from ds_memo.memory.device import device_usage
 from ds_memo.memory.host import budget_bytes, ranks_on_node
-from ds_memo.nvme.engine import NvmeEngine
+from ds_memo.nvme.home import FileHome
 from ds_memo.nvme.open_files import open_files
 from ds_memo.placement import PlacementKind, Tiles
 from ds_memo.planned_alloc.runtime import Addresses
@@ -150,7 +150,9 @@ class Session:
         self._by_module = weakref.WeakKeyDictionary(
             {module: layer for layer, (_, module) in zip(self.layers, layers, strict=True)}
         )
-        self.policy = PlacementPolicy(config, self.layers, self.slab, self.warn, self._drives.budget if self._drives else 0)
+        self.policy = PlacementPolicy(
+            config, self.layers, self.slab.budget, self.warn, self._drives.budget if self._drives else 0
+        )
         self.tiling = Tiling(self.policy.tiles) if config.may_tile else None
         observers = (*ties.observers, self.addresses)
         self.remat = Remat(self.engine, self.policy, self.warn, config.attention, observers, self.tiling, self.addresses.aside)
@@ -215,7 +217,7 @@ class Session:
         active_forward.begins(self)
         training = module.training and torch.is_grad_enabled()
         if training:
-            self.slab.pass_begins()
+            self.slab.budget.pass_begins()
             self.engine.settle()
             self._patches.hold()
             if not self._passes and conflicts.is_offloaded():
@@ -279,7 +281,7 @@ class Session:
 
     def _forward_is_over(self, module: nn.Module, args: tuple, output: Any) -> None:
         active_forward.ends(self)
-        self.slab.forward_over()
+        self.slab.budget.forward_over()
         # Without an output this one raised; with one, its caller may be at work on an error of before.
         if output is None and module.training and isinstance(sys.exc_info()[1], torch.OutOfMemoryError):
             self.ran_out()
@@ -440,9 +442,8 @@ class Session:
         except BaseException:
             streams.close()
             raise
-        engine = NvmeEngine(streams, self.slab, device, opened, self.warn)
-        self._drives = Drives(self.config.nvme.max_tb_per_day, opened, self.slab, device)
-        return engine
+        self._drives = Drives(self.config.nvme.max_tb_per_day, opened, self.slab.budget, device)
+        return SwapEngine(streams, self.slab, device, FileHome(streams, self.slab, opened, self.warn))
 
     def _hidden_shape(self) -> tuple[int, ...]:
         """Shape of what last came into the first layer that is in use, normally (b, s, h); empty if that is not known."""

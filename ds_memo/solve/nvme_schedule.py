@@ -1,4 +1,4 @@
-"""Seconds of a step whose first swapped layers go on to files: the schedule of ds_memo.nvme.engine.
+"""Seconds of a step whose first swapped layers go on to files: the schedule of ds_memo.nvme.home.
 
 To that of ds_memo.solve.schedule it adds a clock for writes and one for reads, and the host's room. A block's position is the sum
 of the blocks before it. The host holds the blocks from one position to another, and drops the first of them as it needs room.

@@ -9,7 +9,10 @@ Device bytes: the resident frames, two swapped frames on their way out, two buff
 allocated on the compute stream when its reload is issued, and lives as long as a tensor refers to it. So frame i usually gets
 the memory that frame i+2 has just freed, and a tensor that escaped (a hook, a cache) is never overwritten.
 
-Nothing here computes or imports torch: ds_memo.estimate.simulate runs the same code on streams that only keep time.
+Host blocks are the home's (ds_memo.swap.home): they stay in host memory, or go on to files. The engine tells it of each step.
+
+Nothing here computes or imports torch: ds_memo.estimate.simulate runs the same code on streams that only keep time. The solver's
+recurrences in ds_memo.solve follow the same schedule in closed form: tests/solve compares them with that simulation.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ds_memo.errors import MemoError
 from ds_memo.placement import Placement
 from ds_memo.swap.frame import Frame, Kept, Layout
+from ds_memo.swap.home import Home
 from ds_memo.swap.stream_protocol import COMPUTE, D2H, H2D, Streams
 from ds_memo.units import GIB
 
@@ -73,7 +77,7 @@ class PendingFree(NamedTuple):
     stream: Any = None
     buffer_stream: Any = None
     filed: Any = None
-    """The frame's side in files, which may still read or write the block."""
+    """The home's side of the frame, which may still read or write the block."""
 
 
 class SwapEngine:
@@ -83,12 +87,14 @@ class SwapEngine:
         streams: compute, d2h and h2d.
         slab: host memory for the rows.
         device: where the layers run.
+        home: where host blocks wait; absent: in host memory.
     """
 
-    def __init__(self, streams: Streams, slab: HostSlab, device: torch.device) -> None:
+    def __init__(self, streams: Streams, slab: HostSlab, device: torch.device, home: Home | None = None) -> None:
         self.streams = streams
         self.slab = slab
         self.device = device
+        self.home = home or Home()
         self.traffic = Traffic()
         self._stack: list[FrameRef] = []  # swapped frames, oldest first
         self._leaving: deque[weakref.ref[Frame]] = deque()  # those whose device memory is not freed yet
@@ -96,7 +102,7 @@ class SwapEngine:
         self._ahead: Callable[[], Frame | None] = lambda: None  # weak: the frame that was reloaded ahead
         self._pending: deque[PendingFree] = deque()
         self._closed = False
-        slab.drain = weakref.WeakMethod(self._drain)
+        slab.held_by(self)
 
     # ---- forward
 
@@ -113,7 +119,7 @@ class SwapEngine:
         """
         if self._closed:
             raise MemoError(f"layer {name} was run after ds_memo was detached")
-        self._drain()
+        self.drain()
         self._forget_dead()  # from earlier steps, or from dropped graphs
         self.let_go_but(1)
         self.traffic.frames += 1
@@ -173,6 +179,8 @@ class SwapEngine:
         frame.move("swapping")
         self._stack.append(FrameRef(frame))
         self._leaving.append(weakref.ref(frame))
+        if frame.block is not None:
+            self.home.takes(frame)
 
     def let_go_but(self, frames: int) -> None:
         """Free the device memory of all but the latest frames on their way out; compute waits for their copies."""
@@ -185,7 +193,7 @@ class SwapEngine:
         if frame.rows:
             self.streams.wait(COMPUTE, self.streams.mark(D2H))
         frame.device.clear()
-        self._free_block(frame)
+        frame.free_block(self.slab)
         frame.move("done")
 
     # ---- backward
@@ -208,9 +216,9 @@ class SwapEngine:
                 f"layer {frame.name} runs a backward of its own (autograd.grad) inside its forward, before it can be replayed. "
                 "Leave it out: ds_memo.attach(model, config, layers=[…])"
             )
-        self._drain()
-        while self._leaving:
-            self._let_go(self._leaving.popleft()())
+        self.home.backward_comes()
+        self.drain()
+        self.let_go_but(0)
         self._let_go(frame)  # it is still there only if its tensors were changed in place: the error is raised again
         if frame.state == "returning" and frame.back is None:  # Ctrl-C came while its reload was issued
             self._send_away(frame)
@@ -229,11 +237,12 @@ class SwapEngine:
             for stream in frame.aside:  # the replay reads its part there
                 self._record(frame.slots, stream)
             frame.move("ready")
-        if below is not None and self._may_go_ahead(below):
+        if below is not None and below.ahead and not below.resident and below.state in ("away", "done") and self.home.has(below):
             self.traffic.frames_prefetched += 1
             self._reload(below)
             self._ahead = weakref.ref(below)
         frame.replays += not again
+        self.home.read_ahead(frame)
 
     def replayed(self, frame: Frame) -> None:
         """Close the replay. From here on the buffer lives as long as the replayed tensors that refer to it."""
@@ -259,14 +268,21 @@ class SwapEngine:
 
             with torch.enable_grad():
                 torch.ones((), device=self.device, requires_grad=True).clone().backward()
-        self._drain()
+        self.drain()
         self._defer_lost()
-        self._drain()
+        self.drain()
 
     def close(self) -> None:
         """Finish all copies and free the host memory. Frames that are still alive can no longer be replayed."""
         if self._closed:
             return
+        try:
+            self.home.close()
+        finally:  # Ctrl-C came: wait again, for no block may be freed under a transfer
+            self.home.close()
+            self._close()
+
+    def _close(self) -> None:
         self._unsent = None
         try:
             self.streams.wait(COMPUTE, self.streams.mark(D2H))
@@ -275,10 +291,10 @@ class SwapEngine:
                 if (frame := ref()) is not None:
                     frame.device.clear()
                     frame.slots.clear()
-                    self._free_block(frame)
+                    frame.free_block(self.slab)
             self._closed = True  # not earlier: a frame that dies meanwhile, on any thread, must be deferred
             self._defer_lost()
-            self._drain()
+            self.drain()
         finally:
             self._closed = True
             self.streams.close()
@@ -307,12 +323,12 @@ class SwapEngine:
         frame.move("away")
 
     def _reload(self, frame: Frame) -> None:
-        # The buffer may lie where compute's last work still reads: h2d waits for compute before it writes.
+        self.home.fetch(frame)
         wanted, nbytes = frame.layout.kept, frame.layout.buffer_bytes
         if frame.first_only and len(wanted) > 1:
             wanted, nbytes = wanted[:1], wanted[1].buffer_offset
         try:
-            buffer = self._new_buffer(nbytes)
+            buffer = frame.layout.new_buffer(nbytes, self.device)
         except RuntimeError as refusal:  # torch.OutOfMemoryError is one; callers look for its text
             raise MemoError(
                 f"device memory: frame {frame.name} needs a buffer of {nbytes / GIB:.3g} GiB to come back; "
@@ -320,7 +336,7 @@ class SwapEngine:
             ) from refusal
         frame.back, frame.buffer_stream = None, self.streams.current()
         frame.move("returning")
-        self.streams.wait(H2D, self.streams.mark(COMPUTE))
+        self.streams.wait(H2D, self.streams.mark(COMPUTE))  # whose last work may still read where the buffer lies
         for kept in wanted:
             if kept.index not in frame.rows:  # the call left its recipe before it was kept
                 continue
@@ -330,11 +346,6 @@ class SwapEngine:
             self.traffic.bytes_from_host += kept.stored_bytes
         frame.back = self.streams.mark(H2D)
 
-    def _new_buffer(self, nbytes: int) -> torch.Tensor:
-        import torch
-
-        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-
     def _send_away(self, frame: Frame | None) -> None:
         """Drop the buffer of a frame that was reloaded ahead but is not next after all. Otherwise there would be three."""
         if frame is not None and frame.state == "returning":
@@ -342,10 +353,6 @@ class SwapEngine:
             self._guard(frame.slots, frame.buffer_stream, H2D)
             frame.slots.clear()
             frame.move("away")
-
-    def _may_go_ahead(self, frame: Frame) -> bool:
-        """Return True if a frame can be reloaded ahead of its replay."""
-        return not frame.resident and frame.ahead and frame.state in ("away", "done")
 
     def _guard(self, tensors: Mapping[int, torch.Tensor], allocated_on: Any, used_on: Any) -> None:
         """Protect tensors whose memory goes back to another stream than compute's present one, which has waited for its users."""
@@ -369,12 +376,6 @@ class SwapEngine:
         while self._stack and self._stack[-1]() is None:
             self._stack.pop()
 
-    def _free_block(self, frame: Frame) -> None:
-        if frame.block is not None:
-            self.slab.free(frame.block)
-            frame.block = None
-            frame.rows.clear()
-
     def _defer(self, frame: Frame) -> None:
         """Keep the memory of a frame that was garbage-collected, on any thread, until its copies are over.
 
@@ -386,16 +387,17 @@ class SwapEngine:
 
     def _defer_lost(self) -> None:
         """Defer blocks of frames that died without `_defer`: Ctrl-C inside a destructor, whose exceptions Python ignores."""
-        deferred = {pending.block for pending in list(self._pending)} | {
-            frame.block for ref in self._stack if (frame := ref()) is not None
-        }
-        for block in self.slab.blocks:
-            if block not in deferred:
-                self.traffic.blocks_lost += 1
-                self._pending.append(PendingFree(None, "returning"))  # copies of both directions may be under way
-                self._pending.append(PendingFree(block, "recording"))
+        pending = list(self._pending)
+        alive = [frame for ref in self._stack if (frame := ref()) is not None]
+        held = {one.block for one in pending} | {frame.block for frame in alive}
+        lost = [block for block in self.slab.blocks if block not in held]
+        for block in lost:
+            self.traffic.blocks_lost += 1
+            self._pending.append(PendingFree(None, "returning"))  # copies of both directions may be under way
+            self._pending.append(PendingFree(block, "recording"))
+        self.home.free_lost([one.filed for one in pending] + [frame.filed for frame in alive], bool(lost))
 
-    def _drain(self) -> None:
+    def drain(self) -> None:
         """Free the memory of dead frames whose copies are over, after making compute wait for them."""
         while self._pending:
             pending = self._pending.popleft()
@@ -407,11 +409,17 @@ class SwapEngine:
             if pending.block is not None:
                 self.slab.free(pending.block)
 
+    def make_room(self, enough: Callable[[], bool]) -> None:
+        """Free blocks whose bytes are in files, until it is enough or none is left."""
+        self.home.make_room(enough)
+
     def _finish(self, pending: PendingFree) -> None:
-        """Make compute wait for the copies of a dead frame."""
+        """Make compute wait for the copies of a dead frame, and the host for its transfers."""
         if pending.state in ("recording", "swapping"):
             self.streams.wait(COMPUTE, pending.sent or self.streams.mark(D2H))
         elif pending.state == "returning":
             self.streams.wait(COMPUTE, pending.back or self.streams.mark(H2D))
         self._guard(pending.device, pending.stream, D2H)
         self._guard(pending.slots, pending.buffer_stream, H2D)
+        if pending.filed is not None:
+            self.home.forget(pending.filed)

@@ -25,7 +25,7 @@ from ds_memo.units import ALIGN, round_up
 if TYPE_CHECKING:  # not imported: the estimator runs the schedule without torch
     import torch
 
-    from ds_memo.swap.host_slab import Block
+    from ds_memo.swap.host_slab import Block, HostSlab
 
 _NEXT = {
     "recording": {"swapping", "done"},
@@ -121,6 +121,12 @@ class Layout:
         self.buffer_bytes += round_up(all_rows * row_bytes, ALIGN)
         return kept
 
+    def new_buffer(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        """Allocate a reload buffer, of `buffer_bytes` or less."""
+        import torch
+
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
 
 def dense_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
     """Return the dimensions from slowest to fastest if the tensor fills its memory without gaps or overlaps, else None."""
@@ -177,7 +183,7 @@ class Frame:
         self.first_only = False
         """True if the next replay wants no more than the first tensor: the reload brings no other."""
         self.filed: Any = None
-        """The file's side of the frame; see ds_memo.nvme.engine."""
+        """The home's side of the frame; see ds_memo.nvme.home."""
         self._defer = defer
 
     @property
@@ -202,6 +208,13 @@ class Frame:
             return self.slots[kept.index].detach()
         tensor = self.device[kept.index]
         return tensor.clone() if kept.index in self.changed else tensor.detach()
+
+    def free_block(self, slab: HostSlab) -> None:
+        """Free its host block, if there is one. No copy or transfer may use it any more."""
+        if self.block is not None:
+            slab.free(self.block)
+            self.block = None
+            self.rows.clear()
 
     def check_unchanged(self) -> None:
         """Raise MemoError if code outside the layer changed a kept tensor in place: a copy may have read either value."""

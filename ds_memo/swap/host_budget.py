@@ -1,5 +1,11 @@
 """The host budget of a model: how much host memory may its passes use? Policy, tuner and slab ask here.
 
+    nbytes        bytes for the models that take turns      |  pool.limit   the largest `nbytes` of its clients
+    share         bytes that this model may hold            |  pool.most    bytes that the system has not refused
+    needs         bytes that a configured model must have   |  pool.given   bytes that the system gave before it refused
+    reservation   bytes of the share for the pass that runs |  offer        bytes that a rank tells the others
+    left          bytes that can still be allocated now     |  used         bytes of blocks, as in the pool
+
 Models of one process with the same memo.host_memory_gib share one pool and its budget, by two rules:
 
 in turns   each model's backward is over before another's forward begins (an actor and its critic): each may use all of it
@@ -12,21 +18,20 @@ A *reservation* is what one pass may use. It is made as the forward begins and h
 number that no other model takes away meanwhile.
 
 There are no locks: models that share a pool train in one thread. Their backward may run on autograd's, for which that thread
-waits. Frames and slabs may die on any thread; that only appends to a deque, and `_drain` frees their blocks. A training forward
-that begins while another thread runs one is an error; a backward that runs meanwhile goes unnoticed.
+waits. Frames and slabs may die on any thread; that only appends to a deque, and `HostPool.drain` frees their blocks. A training
+forward that begins while another thread runs one is an error; a backward that runs meanwhile goes unnoticed.
 """
 
 from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
 from threading import current_thread
 
 import torch
 
 from ds_memo.errors import MemoError
-from ds_memo.swap.host_pool import HostPool, Range
+from ds_memo.swap.host_pool import HostPool
 from ds_memo.swap.pinned_segments import PAGE
 from ds_memo.units import GIB, round_up
 
@@ -35,78 +40,62 @@ _pools: weakref.WeakValueDictionary[tuple[float | None, torch.device], HostPool]
 
 
 class HostBudget:
-    """What one model, a client of a pool, may use of it.
+    """Bytes of a pool that one model may use.
 
     Args:
-        budget: bytes.
-        pool: possibly shared with other models.
+        nbytes: of all models that take turns.
+        pool: possibly shared with other models' budgets.
     """
 
-    def __init__(self, budget: int, pool: HostPool) -> None:
-        self.budget = budget
-        self.agreed = budget
-        """Bytes of the budget to solve for: the smallest of all ranks."""
+    def __init__(self, nbytes: int, pool: HostPool) -> None:
+        self.nbytes = nbytes
         self.pool = pool
         self.used = 0
         """Bytes allocated now, in whole pages."""
         self.peak_used = 0
-        self.drain: Callable[[], Callable[[], None] | None] = lambda: None
-        """A weak reference to a function that frees the blocks of this model's dead frames; set by the swap engine."""
-        self.make_room: Callable[[], Callable[[Callable[[], bool]], None] | None] = lambda: None
-        """A weak reference to a function that frees blocks whose bytes are in files, until its argument returns True or none is
-        left; set by ds_memo.nvme.engine."""
         self.needs: int | None = None
         """Bytes that a pass takes, for a model whose alpha and residents are configured. They grow until its first pass is
         complete. None: the model takes what it gets."""
         self.has_share = False
         """True once a pass of this model and one of another were open at once."""
+        self._agreed = nbytes
+        """The smallest offer of all ranks."""
         self._reserved: int | None = None
         """The reservation of the forward that runs; None: none does."""
-        self._told = budget
-        """`solvable` when `changed` was last called."""
+        self._told = nbytes
+        """`share` when `changed` was last called."""
         self._why = ""
-        """Why `agreed` was lowered since then: a rank's system refused memory."""
-        pool.clients.add(self)
+        """Why the ranks agreed on less since then: a system refused memory."""
 
     # ---- how much
 
     @property
-    def fixed(self) -> bool:
-        """True if alpha and residents are configured."""
-        return self.needs is not None
-
-    @property
     def share(self) -> int:
-        """Bytes that this model may hold: the whole budget, or an equal share of what `fixed` models leave."""
+        """Bytes that this model may hold: all that the ranks agreed on, or an equal share of what models with `needs` leave."""
         if not self.has_share:
-            return self.budget
-        clients = self.pool.clients
-        fixed = sum(max(client.needs, client.peak_used) for client in clients if client.needs is not None)
-        shared = min(self.agreed, self.pool.limit) - fixed
-        return min(self.budget, max(0, shared) // sum(client.has_share for client in clients))
-
-    @property
-    def solvable(self) -> int:
-        """Bytes of the share that all ranks and the system have. A pass is solved for them, or for a smaller reservation."""
-        return min(self.agreed, self.share)
+            return min(self.nbytes, self._agreed)
+        budgets = [client.budget for client in self.pool.clients]
+        needed = sum(max(budget.needs, budget.peak_used) for budget in budgets if budget.needs is not None)
+        shared = min(self._agreed, self.pool.limit) - needed
+        return min(self.nbytes, max(0, shared) // sum(budget.has_share for budget in budgets))
 
     @property
     def reservation(self) -> int:
-        """Bytes that the pass may use. A `fixed` model reserves none: its alpha counts on the whole budget, and its layers ask
+        """Bytes that the pass may use. A model with `needs` reserves none: its alpha counts on its share, and its layers ask
         `has_room`."""
-        if self.fixed:
+        if self.needs is not None:
             return self.share
         if self._reserved is not None:
-            return min(self._reserved, self.agreed)
-        return max(0, min(self.solvable, self.pool.limit - self.pool.used + self.used))
+            return min(self._reserved, self._agreed)
+        return max(0, min(self.share, self.pool.limit - self.pool.used + self.used))
 
     @property
     def left(self) -> int:
         """Bytes that can still be allocated for this model, beyond what it has already."""
-        return min(self._allowed, self.pool.most - self.pool.used)
+        return min(self._left_if_granted, self.pool.most - self.pool.used)
 
     @property
-    def _allowed(self) -> int:
+    def _left_if_granted(self) -> int:
         """`left`, if the system refuses nothing."""
         return min(max(self.share, self._reserved or 0) - self.used, self.pool.limit - self.pool.used)
 
@@ -114,17 +103,17 @@ class HostBudget:
     def offer(self) -> tuple[int, str]:
         """Bytes that this rank can solve for, and the system's error if it has refused more."""
         pool = self.pool
-        return (pool.given, pool.why_no_more) if pool.why_no_more and pool.given < self.agreed else (self.agreed, "")
+        return (pool.given, pool.why_no_more) if pool.why_no_more and pool.given < self._agreed else (self._agreed, "")
 
     def agree(self, nbytes: int, why: str = "") -> None:
-        """Solve for `nbytes` at most: the smallest offer of all ranks. Without an error `why` that is no change to tell of."""
+        """Use `nbytes` at most: the smallest offer of all ranks. Without an error `why` that is no change to tell of."""
         if not why:
             self._told = min(self._told, nbytes)
-        self.agreed, self._why = nbytes, why or self._why
+        self._agreed, self._why = nbytes, why or self._why
 
     def changed(self) -> str | None:
-        """Return in words how `solvable` has changed since the last call; None: it has not."""
-        before, now, refused = self._told, self.solvable, self._why
+        """Return in words how `share` has changed since the last call; None: it has not."""
+        before, now, refused = self._told, self.share, self._why
         self._told, self._why = now, ""
         if now == before:
             return None
@@ -149,12 +138,12 @@ class HostBudget:
             )
         self.pool.forward_in = here
         self.pool.settle()
-        self._drain()
-        if any(not (client.has_share or client.fixed) for client in self._at_once()):
+        self.pool.drain()
+        if any(not budget.has_share and budget.needs is None for budget in self._at_once()):
             gc.collect()  # graphs that were dropped do not wait
-            self._drain()
-            for client in self._at_once():
-                client.has_share = not client.fixed
+            self.pool.drain()
+            for budget in self._at_once():
+                budget.has_share = budget.needs is None
         self._reserved = None  # of a forward that was interrupted
         self._reserved = self.reservation
 
@@ -164,22 +153,27 @@ class HostBudget:
         if self.pool.forward_in is current_thread():
             self.pool.forward_in = None
 
+    def _at_once(self) -> list[HostBudget]:
+        """Return the budgets of this model, whose pass begins, and of those whose frames hold blocks; without those, nothing."""
+        others = [client.budget for client in self.pool.clients if client.budget.used and client.budget is not self]
+        return [self, *others] if others else []
+
     # ---- blocks
 
     def has_room(self, nbytes: int) -> bool:
         """Return True if a block of `nbytes` can be allocated now, unless the system refuses."""
         pages = round_up(nbytes, PAGE)
-        for client in [self, *self.pool.clients]:
-            if pages > self.left and (make_room := client.make_room()) is not None:
-                make_room(lambda: pages <= self.left)
+        if pages > self.left:
+            for engine in sorted(self.pool.holders, key=lambda engine: engine.slab.budget is not self):  # its own first
+                engine.make_room(lambda: pages <= self.left)
         if pages > self.left:
             gc.collect()  # of a pass that raised, frames may be in reference cycles with its traceback
-            self._drain()
+            self.pool.drain()
         return pages <= self.left
 
     def allows(self, nbytes: int) -> bool:
         """Return True if the budget has room for a block of `nbytes` now."""
-        return round_up(nbytes, PAGE) <= self._allowed
+        return round_up(nbytes, PAGE) <= self._left_if_granted
 
     def has_memory(self, nbytes: int) -> bool:
         """Return False if the system refuses a block of `nbytes` that the budget has room for."""
@@ -197,31 +191,6 @@ class HostBudget:
             f"{self.share / GIB:.3g} GiB are left{held}. Lower memo.alpha, raise memo.resident_layers or "
             "memo.host_memory_gib, or run fewer forwards before a backward."
         )
-
-    def leave(self) -> None:
-        """Share no more. The last client releases the pool's memory to the system."""
-        self.pool.clients.discard(self)
-        self.has_share = False
-        if not self.pool.clients:
-            self.pool.release()
-
-    # ---- inside
-
-    def recount(self) -> list[Range]:
-        """Return the ranges of the blocks that are allocated, and count `used` anew."""
-        return []
-
-    def _drain(self) -> None:
-        """Free the blocks of dead frames, of all clients of the pool."""
-        for client in self.pool.clients:
-            if (drain := client.drain()) is not None:
-                drain()
-        self.pool.free_lost()
-
-    def _at_once(self) -> list[HostBudget]:
-        """Return this model, whose pass begins, and those whose frames hold blocks; without those, an empty list."""
-        others = [client for client in self.pool.clients if client.used and client is not self]
-        return [self, *others] if others else []
 
 
 def shared_pool(host_memory_gib: float | None, device: torch.device) -> HostPool:

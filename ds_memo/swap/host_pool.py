@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from threading import Thread
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -36,9 +36,6 @@ from ds_memo.swap.lock_ahead import LockAhead, lock, segments_for
 from ds_memo.swap.pinned_segments import PAGE, Segment
 from ds_memo.swap.streams import finish_abandoned
 from ds_memo.units import GIB
-
-if TYPE_CHECKING:
-    from ds_memo.swap.host_budget import HostBudget
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +73,10 @@ class HostPool:
         """Bytes held now, allocated or free."""
         self.used = 0
         """Bytes allocated now, in whole pages."""
-        self.clients: weakref.WeakSet[HostBudget] = weakref.WeakSet()
-        """The budgets that share the pool and are not closed."""
+        self.clients: weakref.WeakSet[Any] = weakref.WeakSet()
+        """The slabs (HostSlab) that share the pool and are not closed."""
+        self.holders: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Their engines (SwapEngine), whose frames hold the blocks."""
         self.forward_in: Thread | None = None
         """The thread in which a client's training forward runs. It stays set if that was interrupted."""
         self.locked_bytes, self.locking_s = 0, 0.0
@@ -100,7 +99,7 @@ class HostPool:
     @property
     def limit(self) -> int:
         """Bytes that the clients may hold together."""
-        return max((client.budget for client in self.clients), default=0)
+        return max((client.budget.nbytes for client in self.clients), default=0)
 
     @contextmanager
     def changing(self) -> Iterator[None]:
@@ -189,6 +188,12 @@ class HostPool:
                     self._free_ranges.remove(free)
                     begin, end = min(begin, free.begin), max(end, free.end)
             self._free_ranges.append(Range(piece.segment, begin, end))
+
+    def drain(self) -> None:
+        """Free the blocks of dead frames, of all models."""
+        for engine in list(self.holders):
+            engine.drain()
+        self.free_lost()
 
     def free_lost(self) -> None:
         """Free the ranges of slabs that are gone. `allocate` does this first."""

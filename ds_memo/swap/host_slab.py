@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -42,23 +43,43 @@ class Block:
         return found
 
 
-class HostSlab(HostBudget):
-    """One model's view of a pool: allocates blocks for its frames, never more than `budget` bytes at a time.
+class HostSlab:
+    """One model's part of a pool: allocates blocks for its frames, within its budget.
 
     Args:
-        budget: bytes. If it is lowered, the next `allocate` has the pool release idle memory beyond it.
+        nbytes: the budget's.
         pool: where the memory comes from, possibly shared with slabs of other models.
     """
 
-    def __init__(self, budget: int, pool: HostPool) -> None:
-        super().__init__(budget, pool)
+    def __init__(self, nbytes: int, pool: HostPool) -> None:
+        self.budget = HostBudget(nbytes, pool)
+        self.pool = pool
         self._blocks: dict[Block, list[Range]] = {}
+        pool.clients.add(self)
         weakref.finalize(self, pool.lost.append, self._blocks).atexit = False
 
     @property
     def size(self) -> int:
         """Bytes that the pool holds now, allocated or free."""
         return self.pool.size
+
+    @property
+    def used(self) -> int:
+        """Bytes allocated now, in whole pages."""
+        return self.budget.used
+
+    @property
+    def peak_used(self) -> int:
+        return self.budget.peak_used
+
+    @property
+    def blocks(self) -> list[Block]:
+        """Blocks that are allocated now."""
+        return list(self._blocks)
+
+    def held_by(self, engine: Any) -> None:
+        """Have an engine free blocks when any model of the pool wants room. The pool refers to it weakly."""
+        self.pool.holders.add(engine)
 
     def allocate(self, nbytes: int, wanted_by: str) -> Block:
         """Allocate a block of `nbytes`, rounded up to a page.
@@ -67,23 +88,23 @@ class HostSlab(HostBudget):
             MemoError: the budget does not allow it beside what is allocated, or the system refuses; names `wanted_by`, needed and
                 available GiB. No block has changed.
         """
-        if not self.has_room(nbytes):
-            raise self.refusal(wanted_by, nbytes)
+        if not self.budget.has_room(nbytes):
+            raise self.budget.refusal(wanted_by, nbytes)
         pages = round_up(nbytes, PAGE)
         try:
             block = self._allocated(pages, wanted_by)
         except Refused:
-            if not self.has_room(nbytes):  # now that less is left, other blocks go to files
+            if not self.budget.has_room(nbytes):  # now that less is left, other blocks go to files
                 raise
             block = self._allocated(pages, wanted_by)
-        self.peak_used = max(self.peak_used, self.used)
+        self.budget.peak_used = max(self.peak_used, self.used)
         return block
 
     def _allocated(self, pages: int, wanted_by: str) -> Block:
         with self.pool.changing():
             block = Block(self.pool.allocate(pages, wanted_by))
             self._blocks[block] = block.pieces
-            self.used += pages
+            self.budget.used += pages
         return block
 
     def free(self, block: Block) -> None:
@@ -92,20 +113,23 @@ class HostSlab(HostBudget):
             if (pieces := self._blocks.pop(block, None)) is None:  # Ctrl-C came between this and its frame's letting go of it
                 return
             self.pool.free(pieces)
-            self.used -= block.nbytes
+            self.budget.used -= block.nbytes
 
     def recount(self) -> list[Range]:
+        """Return the ranges of the blocks that are allocated, and count their bytes anew."""
         held = [piece for pieces in self._blocks.values() for piece in pieces]
-        self.used = sum(piece.nbytes for piece in held)
+        self.budget.used = sum(piece.nbytes for piece in held)
         return held
 
-    @property
-    def blocks(self) -> list[Block]:
-        """Blocks that are allocated now."""
-        return list(self._blocks)
+    def leave(self) -> None:
+        """Share no more. The last client releases the pool's memory to the system."""
+        self.pool.clients.discard(self)
+        self.budget.has_share = False
+        if not self.pool.clients:
+            self.pool.release()
 
     def close(self) -> None:
-        """Stop allocating. The last slab of a pool releases the pool's memory to the system.
+        """Stop allocating, and leave the pool.
 
         Raises:
             MemoError: a block is still allocated.

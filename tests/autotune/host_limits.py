@@ -78,7 +78,7 @@ def train(batch: Batch, device_memory_gib: float, said: dict[str, Any]) -> None:
     os.environ["XDG_CACHE_HOME"] = "/dev/null"
     model = build("llama")
     handle = ds_memo.attach(model, {**SWAPPED, "device_memory_gib": device_memory_gib})
-    said["budget_at_start"], said["room_at_start"] = handle._session.slab.budget, host_memory.available_bytes()
+    said["budget_at_start"], said["room_at_start"] = handle._session.slab.budget.nbytes, host_memory.available_bytes()
     for _ in range(4):
         try:
             step(model, batch)

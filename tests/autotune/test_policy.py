@@ -19,7 +19,9 @@ WHOLE, ROWS = 1 << 20, 1 << 22
 def make_policy(layers: int = 4, budget: int = 1 << 30, **config: object) -> tuple[PlacementPolicy, list[Layer]]:
     them = [Layer(index, f"layer {index}", None) for index in range(layers)]
     slab = HostSlab(budget, HostPool(torch.device("cpu")))
-    return PlacementPolicy(MemoConfig(enabled=True, **config), them, slab, pytest.fail), them
+    policy = PlacementPolicy(MemoConfig(enabled=True, **config), them, slab.budget, pytest.fail)
+    policy.slab = slab  # lives as long
+    return policy, them
 
 
 def test_as_configured() -> None:

@@ -363,14 +363,14 @@ def test_a_failure_at_every_slab_request(monkeypatch: pytest.MonkeyPatch, nth: i
     handle = ds_memo.attach(model, {"alpha": 1.0, "resident_layers": 0, "plan": {"enabled": False}})
     if analysed:
         step(model, BATCH)
-        handle._session.engine._drain()
+        handle._session.engine.drain()
         handle._session.slab.pool.release()  # or its blocks are used again
     with monkeypatch.context() as patch:
         Refusing(patch, nth)
         model.zero_grad()
         with pytest.warns(ds_memo.MemoWarning, match="layer calls are recomputed .*: the system refused"):
             assert_same(step(model, BATCH), step(copy.deepcopy(stock), BATCH))
-    handle._session.engine._drain()
+    handle._session.engine.drain()
     assert (handle._session.slab.used, handle._session.slab.size) == (
         0,
         sum(free.nbytes for free in handle._session.slab.pool._free_ranges),

@@ -94,7 +94,7 @@ def assert_clean(handle: Any, model: nn.Module, before: tuple[int, int]) -> None
     engine, slab = handle._session.engine, handle._session.slab
     engine.settle()  # as the next forward does
     assert not [found for found in gc.get_objects() if isinstance(found, Frame)], "frames"
-    engine._drain()
+    engine.drain()
     assert (engine._unsent, [ref() for ref in engine._leaving]) == (None, [None] * len(engine._leaving)), "copies"
     assert slab.used == engine.traffic.blocks_lost == 0 and slab.size == sum(free.nbytes for free in slab.pool._free_ranges), (
         "host blocks"
@@ -162,7 +162,7 @@ def test_the_host_is_free_for_the_next_step_after_a_failed_backward(stock: Outco
     """Also where it holds one step and no more; autograd keeps graphs that raised for a while."""
     handle = attached(model := build("llama"), 1.0)
     step(model, BATCH)
-    handle._session.slab.budget = handle._session.slab.size
+    handle._session.slab.budget.nbytes = handle._session.slab.size
     backward = range(requests(1.0, 0, analysed=True, buffers_only=False))[LAYERS * 7 :: 3]
     for nth in backward:
         refused(model, nth, buffers_only=False)
@@ -179,7 +179,7 @@ def test_the_host_is_free_for_the_next_step_after_a_failed_backward(stock: Outco
 
 
 def test_a_leaked_block_is_noticed(stock: Outcome, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SwapEngine, "_free_block", lambda engine, frame: setattr(frame, "block", None))
+    monkeypatch.setattr(Frame, "free_block", lambda frame, slab: setattr(frame, "block", None))
     with pytest.raises(AssertionError, match="host blocks"):
         check(2, stock, 0.5, 0, analysed=True, buffers_only=False, twice=False)
 

@@ -204,7 +204,7 @@ class TestTwoRanks(DistributedTest):
         run.CopyBench.rate = rate  # of this process, which ends with the test
         handle = ds_memo.attach(model := Toy(), HERE)
         slab = handle._session.slab
-        slab.budget = slab.agreed = 10**9 - dist.get_rank()
+        slab.budget.nbytes = 10**9 - dist.get_rank()
         model(**batch()).loss.backward()
         report = handle.report()["profile"]
         everybodys = agree.from_all_ranks(rates)

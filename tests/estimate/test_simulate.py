@@ -4,8 +4,6 @@ from itertools import pairwise
 
 import pytest
 
-from ds_memo.estimate.simulate import VirtualEngine, VirtualNvmeEngine
-from ds_memo.nvme.engine import NvmeEngine
 from ds_memo.swap.engine import SwapEngine
 from tests.estimate.threaded import Configuration, clear_configurations, measured_events, mismatch, predicted_events
 
@@ -58,15 +56,6 @@ class Impatient(SwapEngine):
 def test_another_schedule_is_told_apart(other):
     """Repeatedly, as no busy machine does."""
     assert any(agree(Configuration.random(seed), other, tries=3) for seed in clear_configurations()[:6])
-
-
-def test_it_runs_the_engine_itself():
-    for virtual, engine in ((VirtualEngine, SwapEngine), (VirtualNvmeEngine, NvmeEngine)):
-        own, base = (set(dir(one)) for one in (virtual, engine))
-        assert own == base
-        assert {name for name in own if not name.startswith("__") and getattr(virtual, name) is not getattr(engine, name)} == {
-            "_new_buffer"
-        }
 
 
 def test_streams_do_one_thing_at_a_time_and_stalls_fill_computes_gaps():

@@ -12,7 +12,7 @@ from unittest import mock
 
 import ds_memo.runtime.session as session_module
 from ds_memo.nvme import direct_files
-from ds_memo.nvme.engine import NvmeEngine
+from ds_memo.nvme.home import FileHome
 from ds_memo.runtime.session import Session
 from ds_memo.swap.host_slab import HostSlab
 from ds_memo.swap.pinned_segments import PAGE
@@ -50,7 +50,7 @@ class Watched(HostSlab):
 
     def allocate(self, nbytes: int, wanted_by: str) -> Any:
         block = super().allocate(nbytes, wanted_by)
-        assert self.used <= self.budget and self.pool.used <= self.pool.limit and self.size <= self.pool.limit
+        assert self.used <= self.budget.nbytes and self.pool.used <= self.pool.limit and self.size <= self.pool.limit
         Watched.largest = max(Watched.largest, block.nbytes)
         Watched.allocations += 1
         return block
@@ -68,7 +68,7 @@ def attached_with_files(
     config: dict[str, Any],
     path: Any,
     host_bytes: int,
-    engine: type[NvmeEngine] = NvmeEngine,
+    home: type[FileHome] = FileHome,
     slab: type[HostSlab] = Watched,
 ) -> Iterator[Session]:
     """Attach over files below a path, to a host of so many bytes. A checker of order also follows the files."""
@@ -80,6 +80,6 @@ def attached_with_files(
 
     more = {"nvme": {"path": str(path), "gib": FILES_GIB}, "host_memory_gib": host_of(host_bytes)}
     with ExitStack() as patches:
-        patches.enter_context(mock.patch.object(session_module, "NvmeEngine", engine))
+        patches.enter_context(mock.patch.object(session_module, "FileHome", home))
         patches.enter_context(mock.patch.object(session_module, "open_files", opened))
         yield patches.enter_context(attached(model, streams, config | more, slab=slab))

@@ -15,8 +15,9 @@ import torch
 
 from ds_memo.errors import MemoError
 from ds_memo.nvme import direct_files
-from ds_memo.nvme.engine import NvmeEngine
+from ds_memo.nvme.home import FileHome
 from ds_memo.swap.engine import SwapEngine
+from ds_memo.swap.frame import Frame
 from ds_memo.swap.host_pool import HostPool
 from ds_memo.swap.host_slab import HostSlab
 from ds_memo.swap.pinned_segments import PAGE
@@ -45,7 +46,11 @@ class NvmeRig(Rig):
         super().__post_init__()
         files = direct_files.DirectFiles([directory(self.path)], self.budget, self.streams, preallocate=False)
         self.files = OrderedFiles(files, self.streams) if isinstance(self.streams, OrderedStreams) else files
-        self.engine = NvmeEngine(self.streams, self.slab, CPU, self.files, self.warnings.append)
+        self.make_engine(FileHome)
+
+    def make_engine(self, home: type[FileHome]) -> None:
+        self.home = home(self.streams, self.slab, self.files, self.warnings.append)
+        self.engine = SwapEngine(self.streams, self.slab, CPU, self.home)
 
     def page(self, value: float, nvme: bool | None = None, name: str = "x"):
         tensors = [torch.full(ROWS, value)]
@@ -61,7 +66,7 @@ class NvmeRig(Rig):
         return value
 
     def states(self, frames) -> list[str]:
-        return [frame.filed.state if frame.filed else "in_host" for frame in frames]
+        return [frame.filed.state for frame in frames]
 
 
 @pytest.fixture
@@ -85,7 +90,7 @@ def test_a_host_of_four_pages_holds_twelve(make):
     rig = make(4)
     with late_files(1):
         frames = [rig.page(float(number)) for number in range(12)]
-        assert rig.slab.used <= rig.slab.budget
+        assert rig.slab.used <= rig.slab.budget.nbytes
         assert rig.states(frames[:8]) == ["in_file"] * 8
         for number in reversed(range(12)):
             assert rig.value(frames.pop()) == number
@@ -139,18 +144,19 @@ def test_without_a_placement_in_files_nothing_is_written_before_the_host_is_full
     frames = [rig.page(float(number)) for number in range(4)]
     assert rig.files.meters[True].nbytes == 0 and rig.states(frames) == ["in_host"] * 4
     frames += [rig.page(float(number)) for number in range(4, 8)]
-    assert rig.slab.used <= rig.slab.budget
+    assert rig.slab.used <= rig.slab.budget.nbytes
     assert [rig.value(frames[number]) for number in reversed(range(8))] == [7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.0, 0.0]
 
 
 def test_blocks_that_were_read_ahead_give_way(make):
     """After a part of a backward the host is full of them; the next forward needs it."""
-    rig = make(4)
+    rig = make(8)
+    rig.slab.budget.nbytes = 4 * PAGE
     frames = [rig.page(float(number)) for number in range(8)]
-    rig.slab.budget = 8 * PAGE
+    rig.slab.budget.nbytes = 8 * PAGE
     rig.replay(frames[7])
     assert rig.states(frames).count("reading") >= 3
-    rig.slab.budget = 4 * PAGE
+    rig.slab.budget.nbytes = 4 * PAGE
     more = [rig.page(float(number)) for number in range(8, 16)]
     assert rig.slab.used <= 4 * PAGE
     frames += more
@@ -191,7 +197,7 @@ def test_a_frame_may_die_in_any_state(state, thread, make):
             frames.append(rig.page(8.0))
         elif state == "in_both":
             rig.files.finish()
-            rig.engine._note_written()
+            rig.home.note_written()
         at = rig.states(frames).index(state)
         cycle = [frames.pop(at)]
         dead = weakref.ref(cycle[0])
@@ -204,7 +210,7 @@ def test_a_frame_may_die_in_any_state(state, thread, make):
             rig.streams.wait(COMPUTE, rig.streams.mark(D2H))
         assert dead() is None
         more = [rig.page(50.0 + number) for number in range(6)]
-        assert rig.slab.used <= rig.slab.budget
+        assert rig.slab.used <= rig.slab.budget.nbytes
         held = {frame.filed.extent for frame in frames + more if frame.filed}
         assert set(rig.files.extents()) == held
         assert [rig.value(more[number]) for number in reversed(range(6))] == [55.0, 54.0, 53.0, 52.0, 51.0, 50.0]
@@ -224,7 +230,7 @@ def test_a_frame_that_dies_while_dead_frames_are_freed(make):
 
         rig.slab.free = free_and_kill
         frames.pop()
-        rig.engine._drain()
+        rig.engine.drain()
         rig.slab.free = free
     checker.verify()
     assert not frames and rig.slab.used == 0 and rig.files.extents() == []
@@ -266,37 +272,31 @@ def test_reads_come_behind_copies_to_the_host(mutant, make):
     rig.files.__dict__.pop("read", None)
 
 
-class FreesUnderTransfers(NvmeEngine):
-    def _finish(self, pending) -> None:
-        super()._finish(pending._replace(filed=None))
+class FreesUnderTransfers(FileHome):
+    def forget(self, filed) -> None: ...
 
 
-class ClosesUnderTransfers(NvmeEngine):
-    def close(self) -> None:
-        files, self.files.close = self.files.close, lambda: None
-        try:
-            super().close()
-        finally:
-            files()
+class ClosesUnderTransfers(FileHome):
+    def close(self) -> None: ...
 
 
-@pytest.mark.parametrize("engine", [NvmeEngine, FreesUnderTransfers, ClosesUnderTransfers])
+@pytest.mark.parametrize("home", [FileHome, FreesUnderTransfers, ClosesUnderTransfers])
 @pytest.mark.parametrize("way", ["dies", "closes"])
-def test_no_block_is_freed_under_a_transfer(engine, way, tmp_path):
+def test_no_block_is_freed_under_a_transfer(home, way, tmp_path):
     """With the wait taken out, the checker objects."""
     checker = OrderedStreams()
     with checker, late_files(0, delays_s=(5e-3,)):
         rig = NvmeRig(tmp_path, 4, streams=checker)
-        rig.engine = engine(checker, rig.slab, CPU, rig.files, rig.warnings.append)
+        rig.make_engine(home)
         frames = [rig.page(1.0)]
         with suppress(OrderError, AssertionError):
             if way == "dies":
                 frames.clear()
-                rig.engine._drain()
+                rig.engine.drain()
             rig.engine.close()
         rig.files.close()
     wrong = {"dies": FreesUnderTransfers, "closes": ClosesUnderTransfers}[way]
-    assert bool(checker.violations) == (engine is wrong)
+    assert bool(checker.violations) == (home is wrong)
 
 
 # ---- refusals
@@ -309,9 +309,9 @@ def test_a_failed_write_stays_on_the_host(number, make, monkeypatch):
         faulty(patch, "pwritev", 2, raises(number))
         frames = [rig.page(float(index)) for index in range(5)]
         rig.files.finish()
-        rig.engine._note_written()
+        rig.home.note_written()
     assert len(rig.warnings) == 1 and "stays in host memory: rank 0 could not write its file in" in rig.warnings[0]
-    assert sorted(rig.states(frames)) == ["in_both"] * 4 + ["in_host"]
+    assert sorted(rig.states(frames)) == ["in_both"] * 4 + ["refused"]
     assert rig.files.meters[True].nbytes == 4 * PAGE, "what was not written counts as written"
     frames += [rig.page(float(index)) for index in range(5, 12)]
     assert [rig.value(frame) for frame in reversed(frames)] == [float(index) for index in reversed(range(12))]
@@ -348,7 +348,7 @@ def test_each_read_refused_in_turn_loses_that_backward_alone(nth, make, monkeypa
                 failed.append(frame)
     assert len(failed) == 1
     assert rig.value(failed[0]) == failed[0].age - 1, "the system's next answer is right"
-    assert rig.slab.used <= rig.slab.budget
+    assert rig.slab.used <= rig.slab.budget.nbytes
 
 
 def test_files_without_room_leave_the_rest_on_the_host_and_say_so_once(make, monkeypatch):
@@ -396,19 +396,19 @@ def test_ctrl_c_as_a_read_is_issued_gives_no_wrong_bytes(nth, before, make):
     assert rig.slab.used == 0 and rig.files.extents() == []
 
 
-@pytest.mark.parametrize("method", ["_have_written", "_drop_block", "_free_block"])
+@pytest.mark.parametrize("of, method", [(FileHome, "_have_written"), (FileHome, "_drop_block"), (Frame, "free_block")])
 @pytest.mark.parametrize("before", [True, False])
-def test_ctrl_c_in_the_books_is_made_good(method, before, make):
+def test_ctrl_c_in_the_books_is_made_good(of, method, before, make):
     """What is left of the step is dropped, as a notebook does; the next is right, and nothing is kept."""
     rig = make(4)
-    frames, real = [rig.page(float(number)) for number in range(3)], getattr(NvmeEngine, method)
+    frames, real = [rig.page(float(number)) for number in range(3)], getattr(of, method)
 
-    def interrupted(engine, frame):
+    def interrupted(*args):
         if not before:
-            real(engine, frame)
+            real(*args)
         raise KeyboardInterrupt
 
-    with mock.patch.object(NvmeEngine, method, interrupted), pytest.raises(KeyboardInterrupt):
+    with mock.patch.object(of, method, interrupted), pytest.raises(KeyboardInterrupt):
         for number in range(3, 12):
             frames.append(rig.page(float(number)))
     for frame in reversed(frames):
@@ -434,7 +434,7 @@ def test_closing_with_living_frames(state, make):
             del frames[number]
         if state == "in_both":
             rig.files.finish()
-            rig.engine._note_written()
+            rig.home.note_written()
         assert state in rig.states(frames)
         rig.engine.close()
     assert (rig.slab.used, rig.slab.size) == (0, 0)
@@ -470,7 +470,7 @@ def test_two_models_that_share_a_pool_make_room_for_each_other(tmp_path):
         rig = NvmeRig(tmp_path, 4, streams=ThreadStreams())
         rig.slab.leave()
         rig.slab = HostSlab(4 * PAGE, pool)
-        rig.engine = NvmeEngine(rig.streams, rig.slab, CPU, rig.files, rig.warnings.append)
+        rig.make_engine(FileHome)
         rigs.append(rig)
     frames = [(rig, rig.page(float(number))) for number in range(6) for rig in rigs]
     assert pool.used <= 4 * PAGE == pool.limit

@@ -11,7 +11,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from ds_memo.nvme.engine import NvmeEngine
+from ds_memo.nvme.home import FileHome
 from ds_memo.swap.pinned_segments import PAGE
 from ds_memo.swap.stream_protocol import H2D
 from ds_memo.swap.streams import ThreadStreams
@@ -41,13 +41,13 @@ def by_host(seed: int) -> tuple[dict[str, torch.Tensor], int]:
         return play(setup.model, seed, ACTIONS), Watched.largest
 
 
-def by_files(seed: int, streams, path, engine: type[NvmeEngine] = NvmeEngine) -> tuple[dict[str, torch.Tensor], int]:
+def by_files(seed: int, streams, path, home: type[FileHome] = FileHome) -> tuple[dict[str, torch.Tensor], int]:
     """Return a schedule's results with files behind a host of a few frames, and the bytes that were read from them."""
     setup, (_, largest) = Setup(seed), by_host(seed)
     watching = streams if isinstance(streams, OrderedStreams) else nullcontext()
-    with watching, attached_with_files(setup.model, streams, setup.config, path, FRAMES * (largest or PAGE), engine) as memo:
+    with watching, attached_with_files(setup.model, streams, setup.config, path, FRAMES * (largest or PAGE), home) as memo:
         results = play(setup.model, seed, ACTIONS)
-        return results, memo.engine.files.meters[False].nbytes
+        return results, memo.engine.home.files.meters[False].nbytes
 
 
 @pytest.mark.parametrize("group", everyday(range(GROUPS), [DAILY]))
@@ -77,13 +77,13 @@ def test_random_schedules_are_ordered_by_events_and_waits(group, tmp_path):
 STORY_HOST = 3
 
 
-def tell(story, streams, path, engine: type[NvmeEngine] = NvmeEngine) -> dict[str, torch.Tensor]:
+def tell(story, streams, path, home: type[FileHome] = FileHome) -> dict[str, torch.Tensor]:
     """Train as a story says, with files behind a host of so many frames."""
     model = scenarios.stack(story)
     watching = streams if isinstance(streams, OrderedStreams) else nullcontext()
     config = {"alpha": 0.5, "resident_layers": scenarios.RESIDENTS.get(story, 0)}
     host = STORY_HOST * told_by_host(story)[1]
-    with watching, attached_with_files(model, streams, config, path, host, engine) as memo:
+    with watching, attached_with_files(model, streams, config, path, host, home) as memo:
         return story(memo, model, scenarios.batches())
 
 
@@ -107,7 +107,7 @@ def test_stories(story, tmp_path):
         assert not differing(tell(story, DelayedStreams(0), tmp_path), reference)
 
 
-class WritesTooEarly(NvmeEngine):
+class WritesTooEarly(FileHome):
     """Writes not behind `sent`."""
 
     def __init__(self, *args) -> None:
@@ -116,7 +116,7 @@ class WritesTooEarly(NvmeEngine):
         self.files.write = lambda block, extent, after: write(block, extent, ())
 
 
-class ReadsTooEarly(NvmeEngine):
+class ReadsTooEarly(FileHome):
     """Reads not behind copies to the device."""
 
     def __init__(self, *args) -> None:
@@ -129,31 +129,31 @@ def without(stream: str, events: tuple) -> tuple:
     return tuple(event for event in events if event.stream != stream)
 
 
-class WaitsForNoTransfer(NvmeEngine):
+class WaitsForNoTransfer(FileHome):
     """Reloads, frees and evicts under transfers."""
 
-    def _wait(self, filed) -> None: ...
+    def wait(self, filed) -> None: ...
 
 
-class TakesWritesForDone(NvmeEngine):
-    def _note_written(self) -> None:
+class TakesWritesForDone(FileHome):
+    def note_written(self) -> None:
         done, self.files.done = self.files.done, lambda transfer: True
         try:
-            super()._note_written()
+            super().note_written()
         finally:
             self.files.done = done
 
 
-class TakesReadsForDone(NvmeEngine):
-    def _is_read(self, frame) -> bool:
+class TakesReadsForDone(FileHome):
+    def has(self, frame) -> bool:
         return True
 
-    def _reload(self, frame) -> None:
-        wait, self._wait = self._wait, lambda filed: None
+    def fetch(self, frame) -> None:
+        wait, self.wait = self.wait, lambda filed: None
         try:
-            super()._reload(frame)
+            super().fetch(frame)
         finally:
-            self._wait = wait
+            self.wait = wait
 
 
 MUTANTS = [

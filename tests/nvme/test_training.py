@@ -102,7 +102,7 @@ def test_gradients_are_the_host_homes(name, alpha, residents, tile, tmp_path):
     model, host = model_of(name), max(3 * largest, peak // 2)  # a layer in tiles asks for its room at once
     with late_files(0), attached_with_files(model, DelayedStreams(0), config, tmp_path, host) as memo:
         accumulate(model)
-        assert memo.slab.peak_used <= memo.slab.budget
+        assert memo.slab.peak_used <= memo.slab.budget.nbytes
         assert memo.report()["nvme"]["bytes_written"] >= memo.report()["nvme"]["bytes_read"] > 0
     assert_equal(gradients(model), wanted)
 
@@ -203,8 +203,8 @@ def test_nothing_stays_in_the_page_cache(tmp_path):
     _, _, largest = by_host("llama", config, accumulate)
     with attached_with_files(model, ThreadStreams(), config, tmp_path, 3 * largest) as memo:
         accumulate(model)
-        (file,) = memo.engine.files._files
-        pages = memo.engine.files.meters[True].nbytes // 3 // PAGE
+        (file,) = memo.engine.home.files._files
+        pages = memo.engine.home.files.meters[True].nbytes // 3 // PAGE
         handle = os.open(f"/proc/self/fd/{file.handle}", os.O_RDONLY)
         try:
             size = os.fstat(handle).st_size

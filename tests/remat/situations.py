@@ -44,5 +44,5 @@ def assert_nothing_leaked(handle: Any, frames: weakref.WeakSet[Frame]) -> None:
     if frames:
         gc.collect()  # a traceback may hold them in a reference cycle
     assert not frames
-    handle._session.engine._drain()  # what the next forward does first
+    handle._session.engine.drain()  # what the next forward does first
     assert handle._session.slab.used == handle._session.engine.traffic.blocks_lost == 0

@@ -86,10 +86,10 @@ class Rig:
             assert now.keys() == before.keys() and all(now[name] is before[name] for name in now), "a module is changed"
         assert self.is_stocks(self.step()), "the next step is not stock's"
         session = self.handle._session
-        session.engine._drain()
+        session.engine.drain()
         if session.slab.used:
             gc.collect()  # frames may be in reference cycles with the interrupt's traceback
-            session.engine._drain()
+            session.engine.drain()
         assert session.slab.used == session.slab.pool.used == 0, "host memory is left"
 
     def ends(self) -> None:

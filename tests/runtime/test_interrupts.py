@@ -51,7 +51,7 @@ class Rig:
             self.model.zero_grad()
         self.ops = count.ops
         self.slab = self.handle._session.slab
-        self.slab.budget = self.slab.peak_used
+        self.slab.budget.nbytes = self.slab.peak_used
 
     def loss(self) -> torch.Tensor:
         return self.model(inputs_embeds=BATCH.embeds, labels=BATCH.labels).loss
@@ -115,7 +115,7 @@ def test_when_a_frame_dies(goes_on: bool, monkeypatch: pytest.MonkeyPatch) -> No
     with monkeypatch.context() as patch:
         patch.setattr(SwapEngine, "_defer", lambda engine, frame: None)
         rig.loss()
-    assert rig.slab.used == rig.slab.budget
+    assert rig.slab.used == rig.slab.budget.nbytes
     if goes_on:
         rig.goes_on()
     rig.ends()

@@ -91,7 +91,7 @@ def test_a_second_backward_and_one_that_raises(monkeypatch: pytest.MonkeyPatch) 
     model.zero_grad()
     stock.zero_grad()
     assert_same(step(model, BATCH), step(stock, BATCH))
-    handle._session.engine._drain()
+    handle._session.engine.drain()
     assert handle._session.slab.used == 0
     handle.detach()
 

@@ -97,7 +97,7 @@ def test_without_reuse_in_turns_alpha_is_lower(models) -> None:
     alphas = []
     for shares in (False, True):
         for handle in handles:
-            handle._session.slab.has_share = shares
+            handle._session.slab.budget.has_share = shares
         for model in actors:
             loss_of(model).backward()
         alphas.append([handle.report()["alpha"] for handle in handles])

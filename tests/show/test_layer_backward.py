@@ -16,7 +16,7 @@ from ds_memo.plan.errors import MalformedInput
 from ds_memo.show.layer_backward import COLOURS, NoBackward, read_layer_backward
 
 REPLAY = ("remat/replay.py:__torch_dispatch__", "remat/checkpoint.py:_until_stopped")
-RELOAD = ("swap/engine.py:_new_buffer", "remat/call.py:begin_replay")
+RELOAD = ("swap/frame.py:new_buffer", "remat/call.py:begin_replay")
 TAILS, HEADS = ((f"tiles/layer.py:_{part}_backward", "tiles/layer.py:_backward") for part in ("tails", "heads"))
 Q_K_V = ("remat/replay.py:__torch_dispatch__", "tiles/attention_call.py:add", *TAILS)
 SUMS = ("tiles/weight_gradients.py:_plus_product", "tiles/weight_gradients.py:backward", *TAILS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -25,32 +26,32 @@ def test_in_turns_each_has_everything_and_nothing_is_mapped_anew():
     slabs = two()
     found = []
     for slab in slabs * 3:
-        slab.pass_begins()
+        slab.budget.pass_begins()
         block = slab.allocate(10 * PAGE, "x")
         found.append(block.views(0, PAGE)[0].data_ptr())
-        assert slab.reservation == 10 * PAGE
+        assert slab.budget.reservation == 10 * PAGE
         slab.free(block)
-        slab.forward_over()
+        slab.budget.forward_over()
     assert len(set(found)) == 1 and slabs[0].size == slabs[1].size == 10 * PAGE
-    assert [slab.share for slab in slabs] == [10 * PAGE] * 2
+    assert [slab.budget.share for slab in slabs] == [10 * PAGE] * 2
     assert [slab.peak_used for slab in slabs] == [10 * PAGE] * 2
 
 
 def test_at_once_each_has_an_equal_share_from_then_on():
     first, second = two()
-    first.pass_begins()
+    first.budget.pass_begins()
     block = first.allocate(8 * PAGE, "x")
-    first.forward_over()
-    second.pass_begins()
-    assert (first.share, second.share) == (5 * PAGE, 5 * PAGE)
-    assert second.reservation == 2 * PAGE, "the first still holds more than its part"
+    first.budget.forward_over()
+    second.budget.pass_begins()
+    assert (first.budget.share, second.budget.share) == (5 * PAGE, 5 * PAGE)
+    assert second.budget.reservation == 2 * PAGE, "the first still holds more than its part"
     with pytest.raises(MemoError, match=r"needs .* GiB, .* GiB are left beside .* GiB that other models hold"):
         second.allocate(3 * PAGE, "y")
     first.free(block)
-    assert second.reservation == 2 * PAGE, "of the pass under way"
-    second.forward_over()
-    second.pass_begins()
-    assert second.reservation == 5 * PAGE
+    assert second.budget.reservation == 2 * PAGE, "of the pass under way"
+    second.budget.forward_over()
+    second.budget.pass_begins()
+    assert second.budget.reservation == 5 * PAGE
     blocks = [slab.allocate(5 * PAGE, "x") for slab in (first, second)]
     assert first.size == 10 * PAGE
     for slab, block in zip((first, second), blocks, strict=True):
@@ -65,9 +66,9 @@ def test_without_a_share_the_second_runs_out_of_host_memory(monkeypatch):
     first, second = two()
     for _ in range(3):
         for slab in (first, second):
-            slab.pass_begins()
-            slab.forward_over()
-        first_block = first.allocate(first.reservation, "x")
+            slab.budget.pass_begins()
+            slab.budget.forward_over()
+        first_block = first.allocate(first.budget.reservation, "x")
         with pytest.raises(MemoError, match=r"y needs .* GiB, 0 of .* GiB are left beside .* GiB that other models hold"):
             second.allocate(5 * PAGE, "y")
         first.free(first_block)
@@ -76,14 +77,14 @@ def test_without_a_share_the_second_runs_out_of_host_memory(monkeypatch):
 def test_a_reservation_holds_until_the_forward_is_over():
     """Though a forward inside it, of another model, gives both a share."""
     outer, inner = two()
-    outer.pass_begins()
+    outer.budget.pass_begins()
     blocks = [outer.allocate(PAGE, "x")]
-    inner.pass_begins()
-    inner.forward_over()
-    assert (outer.share, inner.share) == (5 * PAGE, 5 * PAGE) and outer.reservation == 10 * PAGE
+    inner.budget.pass_begins()
+    inner.budget.forward_over()
+    assert (outer.budget.share, inner.budget.share) == (5 * PAGE, 5 * PAGE) and outer.budget.reservation == 10 * PAGE
     blocks.append(outer.allocate(9 * PAGE, "x"))
-    outer.forward_over()
-    assert outer.reservation == 5 * PAGE
+    outer.budget.forward_over()
+    assert outer.budget.reservation == 5 * PAGE
     for block in blocks:
         outer.free(block)
 
@@ -94,12 +95,12 @@ def test_only_models_that_took_part_have_a_share():
     first, second, third = (HostSlab(12 * PAGE, pool) for _ in range(3))
     third.free(third.allocate(PAGE, "x"))
     block = first.allocate(PAGE, "x")
-    second.pass_begins()
-    second.forward_over()
-    assert [slab.share for slab in (first, second, third)] == [6 * PAGE, 6 * PAGE, 12 * PAGE]
+    second.budget.pass_begins()
+    second.budget.forward_over()
+    assert [slab.budget.share for slab in (first, second, third)] == [6 * PAGE, 6 * PAGE, 12 * PAGE]
     first.free(block)
-    third.pass_begins()
-    assert third.reservation == 12 * PAGE and not third.has_share
+    third.budget.pass_begins()
+    assert third.budget.reservation == 12 * PAGE and not third.budget.has_share
 
 
 def test_dropped_graphs_and_dead_frames_do_not_wait():
@@ -114,18 +115,26 @@ def test_dropped_graphs_and_dead_frames_do_not_wait():
         def __del__(self) -> None:
             dead.append(self.block)
 
-    def drain() -> None:
-        while dead:
-            first.free(dead.pop())
+    class Engine:
+        def __init__(self, slab: HostSlab) -> None:
+            self.slab = slab
+            slab.held_by(self)
 
-    first.drain = lambda: drain
+        def drain(self) -> None:
+            while dead:
+                self.slab.free(dead.pop())
+
+        def make_room(self, enough: Callable[[], bool]) -> None: ...
+
+    engine = Engine(first)
     Frame()
     assert first.used == 8 * PAGE
-    second.pass_begins()
-    assert second.reservation == 10 * PAGE and not first.has_share and not second.has_share
-    second.forward_over()
+    second.budget.pass_begins()
+    assert second.budget.reservation == 10 * PAGE and not first.budget.has_share and not second.budget.has_share
+    second.budget.forward_over()
     Frame()
     first.free(first.allocate(10 * PAGE, "y"))
+    assert engine.slab is first
 
 
 def test_one_that_never_lends_has_no_part():
@@ -133,8 +142,8 @@ def test_one_that_never_lends_has_no_part():
     pool = HostPool(CPU)
     first, second, _reference = (HostSlab(10 * PAGE, pool) for _ in range(3))
     block = first.allocate(PAGE, "x")
-    second.pass_begins()
-    assert [first.share, second.share] == [5 * PAGE] * 2
+    second.budget.pass_begins()
+    assert [first.budget.share, second.budget.share] == [5 * PAGE] * 2
     assert block.nbytes == PAGE
 
 
@@ -143,14 +152,14 @@ def three_that_wait_together() -> tuple[list[HostSlab], list[Block]]:
     pool = HostPool(CPU)
     slabs, blocks = [HostSlab(12 * PAGE, pool) for _ in range(3)], []
     for slab in slabs:
-        slab.pass_begins()
+        slab.budget.pass_begins()
         blocks.append(slab.allocate(PAGE, "x"))
     return slabs, blocks
 
 
 def test_a_third_has_its_part_too():
     slabs, _blocks = three_that_wait_together()
-    assert [slab.share for slab in slabs] == [4 * PAGE] * 3
+    assert [slab.budget.share for slab in slabs] == [4 * PAGE] * 3
 
 
 def test_the_limit_is_of_all_together():
@@ -179,40 +188,40 @@ def test_a_refusal_is_told_to_all(monkeypatch):
     monkeypatch.setattr("ds_memo.swap.pinned_segments.map_pages", lambda nbytes: (_ for _ in ()).throw(MemoError("no more")))
     with pytest.raises(MemoError, match="no more"):
         second.allocate(5 * PAGE, "y")
-    assert first.offer == second.offer == (3 * PAGE, "no more")
-    assert (first.budget, second.budget) == (10 * PAGE, 10 * PAGE)
+    assert first.budget.offer == second.budget.offer == (3 * PAGE, "no more")
+    assert (first.budget.nbytes, second.budget.nbytes) == (10 * PAGE, 10 * PAGE)
     for slab in (first, second):
-        assert slab.changed() is None, "ranks have not agreed on it"
-        slab.agree(*slab.offer)
-        assert slab.agreed == 3 * PAGE
-        assert "the system refused more" in slab.changed() and slab.changed() is None
+        assert slab.budget.changed() is None, "ranks have not agreed on it"
+        slab.budget.agree(*slab.budget.offer)
+        assert slab.budget.share == 3 * PAGE
+        assert "the system refused more" in slab.budget.changed() and slab.budget.changed() is None
 
 
 def test_models_share_what_the_system_gave(monkeypatch):
     first, second = two()
     block = first.allocate(5 * PAGE, "x")
-    second.pass_begins()
+    second.budget.pass_begins()
     monkeypatch.setattr("ds_memo.swap.pinned_segments.map_pages", lambda nbytes: (_ for _ in ()).throw(MemoError("no more")))
     with pytest.raises(MemoError, match="no more"):
         second.allocate(5 * PAGE, "y")
-    second.forward_over()
+    second.budget.forward_over()
     first.free(block)
     blocks = []
     for slab in (first, second):
-        slab.agree(*slab.offer)
-        slab.pass_begins()
-        assert slab.solvable == slab.reservation == 5 * PAGE // 2
-        assert "the system refused more" in slab.changed()
+        slab.budget.agree(*slab.budget.offer)
+        slab.budget.pass_begins()
+        assert slab.budget.share == slab.budget.reservation == 5 * PAGE // 2
+        assert "the system refused more" in slab.budget.changed()
         blocks.append(slab.allocate(2 * PAGE, "x"))
-        slab.forward_over()
+        slab.budget.forward_over()
     assert second.pool.used == 4 * PAGE
 
 
 def test_what_ranks_agree_on_is_no_change():
     slab, _ = two()
-    slab.pass_begins()
-    slab.agree(6 * PAGE)
-    assert slab.changed() is None and slab.reservation == slab.solvable == 6 * PAGE < slab.share
+    slab.budget.pass_begins()
+    slab.budget.agree(6 * PAGE)
+    assert slab.budget.changed() is None and slab.budget.reservation == slab.budget.share == 6 * PAGE < slab.budget.nbytes
 
 
 @pytest.mark.parametrize("end", ["over", "interrupted", "its thread has ended"])
@@ -220,22 +229,22 @@ def test_forwards_in_two_threads_are_refused(end: str):
     """While both run. Neither a refused forward nor an interrupted one stands in the way of the next."""
     first, second = two()
     with ThreadPoolExecutor(1, "elsewhere") as thread:
-        thread.submit(first.pass_begins).result(5)
+        thread.submit(first.budget.pass_begins).result(5)
         for _ in range(2):
             with pytest.raises(
                 MemoError, match="began in thread MainThread while one runs in thread elsewhere_0 that shares its"
             ):
-                second.pass_begins()
-            second.forward_over()
+                second.budget.pass_begins()
+            second.budget.forward_over()
         if end != "its thread has ended":
             if end == "over":
-                thread.submit(first.forward_over).result(5)
+                thread.submit(first.budget.forward_over).result(5)
             else:
-                thread.submit(second.pass_begins).result(5)
-                thread.submit(second.forward_over).result(5)
-            second.pass_begins()
-    second.pass_begins()
-    assert second.reservation == 10 * PAGE and not second.has_share
+                thread.submit(second.budget.pass_begins).result(5)
+                thread.submit(second.budget.forward_over).result(5)
+            second.budget.pass_begins()
+    second.budget.pass_begins()
+    assert second.budget.reservation == 10 * PAGE and not second.budget.has_share
 
 
 def test_what_a_model_that_was_let_go_held_is_allocated_again(monkeypatch):
@@ -248,8 +257,8 @@ def test_what_a_model_that_was_let_go_held_is_allocated_again(monkeypatch):
     first.itself = first, block
     del first, block
     assert second.pool.used == 10 * PAGE and not finished
-    second.pass_begins()
-    assert second.reservation == 10 * PAGE
+    second.budget.pass_begins()
+    assert second.budget.reservation == 10 * PAGE
     assert second.allocate(10 * PAGE, "y").nbytes == second.size == second.pool.used and finished == [1]
 
 
@@ -285,7 +294,7 @@ def test_what_other_pools_may_still_take_is_promised():
     host.free(block)
     assert promised_bytes(mine.pool) == 11 * PAGE, "it is still held"
     HostSlab(12 * PAGE, host.pool)
-    host.budget = 2 * PAGE
+    host.budget.nbytes = 2 * PAGE
     assert promised_bytes(mine.pool) == 5 * PAGE, "a lower budget takes nothing from the others'"
     other.close()
     assert promised_bytes(mine.pool) == 0
@@ -362,14 +371,14 @@ def test_one_that_could_not_lend_keeps_its_part_when_a_third_comes():
     """Parts are of all together, also where the first had left nothing to the second."""
     pool = HostPool(CPU)
     slabs = [HostSlab(12 * PAGE, pool) for _ in range(3)]
-    slabs[0].pass_begins()
+    slabs[0].budget.pass_begins()
     block = slabs[0].allocate(10 * PAGE, "x")
     for slab in slabs[1:]:
-        slab.pass_begins()
-        assert slab.reservation == 2 * PAGE
-        slab.forward_over()
-    slabs[0].forward_over()
-    assert [slab.share for slab in slabs] == [4 * PAGE] * 3
+        slab.budget.pass_begins()
+        assert slab.budget.reservation == 2 * PAGE
+        slab.budget.forward_over()
+    slabs[0].budget.forward_over()
+    assert [slab.budget.share for slab in slabs] == [4 * PAGE] * 3
     slabs[0].free(block)
     blocks = [slab.allocate(4 * PAGE, "x") for slab in slabs]
     with pytest.raises(MemoError, match="GiB are left"):
@@ -381,13 +390,13 @@ def test_one_that_could_not_lend_keeps_its_part_when_a_third_comes():
 def test_what_is_configured_has_no_part():
     """A client that can do with less has what the fixed one leaves."""
     first, second = two()
-    first.needs = 0
+    first.budget.needs = 0
     block = first.allocate(7 * PAGE, "x")
-    second.pass_begins()
-    assert (first.share, second.share) == (10 * PAGE, 3 * PAGE) and second.reservation == 3 * PAGE
+    second.budget.pass_begins()
+    assert (first.budget.share, second.budget.share) == (10 * PAGE, 3 * PAGE) and second.budget.reservation == 3 * PAGE
     beside = second.allocate(2 * PAGE, "y")
-    first.pass_begins()
-    assert first.reservation == 10 * PAGE and first.left == PAGE and second.reservation == 3 * PAGE
+    first.budget.pass_begins()
+    assert first.budget.reservation == 10 * PAGE and first.budget.left == PAGE and second.budget.reservation == 3 * PAGE
     for slab, last in ((first, block), (second, beside)):
         slab.free(last)
 
@@ -396,47 +405,49 @@ def test_one_that_comes_later_gets_its_part_from_one_that_has_one():
     """The later one's passes begin first, when no model waits."""
     first, second = two()
     block = first.allocate(PAGE, "x")
-    second.pass_begins()
+    second.budget.pass_begins()
     first.free(block)
     first.close()
     later = HostSlab(10 * PAGE, second.pool)
-    later.pass_begins()
+    later.budget.pass_begins()
     block = later.allocate(8 * PAGE, "x")
-    second.pass_begins()
-    assert (later.share, second.share) == (5 * PAGE, 5 * PAGE)
-    assert second.reservation == 2 * PAGE, "the later one holds more than its part"
+    second.budget.pass_begins()
+    assert (later.budget.share, second.budget.share) == (5 * PAGE, 5 * PAGE)
+    assert second.budget.reservation == 2 * PAGE, "the later one holds more than its part"
     later.free(block)
-    second.pass_begins()
-    assert second.reservation == 5 * PAGE
+    second.budget.pass_begins()
+    assert second.budget.reservation == 5 * PAGE
 
 
 @pytest.mark.parametrize("end", ["closed", "garbage"])
 def test_who_is_left_has_the_part_of_one_that_is_gone(end: str):
     slabs, blocks = three_that_wait_together()
-    assert all("other models' passes wait" in slab.changed() for slab in slabs)
+    assert all("other models' passes wait" in slab.budget.changed() for slab in slabs)
     for left in (2, 1):
         for slab in slabs:
-            slab.forward_over()
+            slab.budget.forward_over()
         del slab
         gone = slabs.pop()
         if end == "closed":
             gone.free(blocks.pop())
             gone.close()
         del gone
-        slabs[0].pass_begins()
-        assert [slab.share for slab in slabs] == [12 // left * PAGE] * left
-        assert slabs[0].reservation == slabs[0].share and slabs[0].changed().startswith("host budget raised to")
+        slabs[0].budget.pass_begins()
+        assert [slab.budget.share for slab in slabs] == [12 // left * PAGE] * left
+        assert slabs[0].budget.reservation == slabs[0].budget.share and slabs[0].budget.changed().startswith(
+            "host budget raised to"
+        )
     slabs[0].allocate(11 * PAGE, "all the others had")
     assert slabs[0].size == 12 * PAGE
 
 
 def test_who_is_left_has_what_a_configured_one_held():
     first, second = two()
-    first.needs = 0
+    first.budget.needs = 0
     block = first.allocate(7 * PAGE, "x")
-    second.pass_begins()
-    assert second.share == 3 * PAGE
+    second.budget.pass_begins()
+    assert second.budget.share == 3 * PAGE
     first.free(block)
     first.close()
-    second.pass_begins()
-    assert second.share == second.reservation == 10 * PAGE
+    second.budget.pass_begins()
+    assert second.budget.share == second.budget.reservation == 10 * PAGE

@@ -159,7 +159,7 @@ def test_peak_used_remembers():
 def test_the_whole_budget_can_be_allocated():
     host = slab(10)
     blocks = [host.allocate(4 * PAGE, "x"), host.allocate(6 * PAGE, "y")]
-    assert sum(block.nbytes for block in blocks) == host.size == host.budget
+    assert sum(block.nbytes for block in blocks) == host.size == host.budget.nbytes
 
 
 def test_too_little_says_who_needs_what_in_gib():
@@ -238,7 +238,7 @@ def test_whatever_fits_the_budget_is_allocated_and_no_more_is_held(budget, steps
                     del block
             assert sum(block.nbytes for _, block in blocks) == host.used <= host.size <= min(budget, host.peak_used)
             assert sum(system.held) == host.size, "what the slab gave back is still there"
-            assert host.offer == (budget, "")
+            assert host.budget.offer == (budget, "")
         for value, block in blocks:
             assert values(block) == [value], "two blocks overlap"
             host.free(block)
@@ -286,16 +286,16 @@ def test_a_refusal_of_the_system_is_remembered(monkeypatch):
     host = slab()
     host.free(host.allocate(3 * PAGE, "a long frame"))
     short = host.allocate(2 * PAGE, "a short frame")
-    assert (host.used, host.size, host.offer) == (2 * PAGE, 3 * PAGE, (100 * PAGE, ""))
+    assert (host.used, host.size, host.budget.offer) == (2 * PAGE, 3 * PAGE, (100 * PAGE, ""))
     with pytest.raises(MemoError, match=r"a third frame needs .* GiB more; no more"):
         host.allocate(3 * PAGE, "a third frame")
-    assert (host.used, host.size, host.offer) == (short.nbytes, 3 * PAGE, (3 * PAGE, "no more"))
-    assert host.agreed == 100 * PAGE, "other ranks have not heard of it yet"
+    assert (host.used, host.size, host.budget.offer) == (short.nbytes, 3 * PAGE, (3 * PAGE, "no more"))
+    assert host.budget.share == 100 * PAGE, "other ranks have not heard of it yet"
     asked = system.asked
-    assert not host.has_memory(3 * PAGE) and system.asked == asked, "the system was asked again"
+    assert not host.budget.has_memory(3 * PAGE) and system.asked == asked, "the system was asked again"
     assert host.allocate(PAGE, "a fourth frame").nbytes == PAGE
-    host.agree(*host.offer)
-    assert host.changed().endswith("the system refused more: no more") and host.offer == (3 * PAGE, "")
+    host.budget.agree(*host.budget.offer)
+    assert host.budget.changed().endswith("the system refused more: no more") and host.budget.offer == (3 * PAGE, "")
 
 
 def test_segments_are_a_gib_at_most(monkeypatch):
@@ -305,8 +305,8 @@ def test_segments_are_a_gib_at_most(monkeypatch):
     host = HostSlab(100 * PAGE, HostPool(CUDA))
     block = host.allocate(10 * PAGE, "x")
     assert [piece.nbytes for piece in block.pieces] == system.held == [4 * PAGE, 4 * PAGE, 2 * PAGE]
-    assert not host.has_memory(9 * PAGE)
-    assert (host.size, host.offer) == (14 * PAGE, (14 * PAGE, "no more"))
+    assert not host.budget.has_memory(9 * PAGE)
+    assert (host.size, host.budget.offer) == (14 * PAGE, (14 * PAGE, "no more"))
     host.free(block)
     assert host.allocate(14 * PAGE, "y").nbytes == 14 * PAGE
 
@@ -320,7 +320,7 @@ def test_a_refusal_while_segments_are_replaced_counts_them(monkeypatch):
     del block
     with pytest.raises(MemoError, match="no more"):
         host.allocate(5 * PAGE, "long")
-    assert host.offer[0] == 3 * PAGE
+    assert host.budget.offer[0] == 3 * PAGE
     assert host.used == 0 and sum(system.held) == host.size <= 3 * PAGE
     assert host.allocate(3 * PAGE, "as much as before").nbytes == 3 * PAGE
 
@@ -332,7 +332,7 @@ def lowered(monkeypatch: pytest.MonkeyPatch, kept: int) -> tuple[HostSlab, Syste
     blocks = [host.allocate(pages * PAGE, "x") for pages in (4, 3, 2, 1)]
     while len(blocks) > kept:
         host.free(blocks.pop())
-    host.budget = 5 * PAGE
+    host.budget.nbytes = 5 * PAGE
     return host, system, blocks
 
 

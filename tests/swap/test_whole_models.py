@@ -236,7 +236,7 @@ def test_too_little_host_memory_in_the_middle_leaves_the_rest_usable():
     x = torch.randn(2, 32, 16)
     with attached(model, ThreadStreams(), SWAP) as memo:
         model(x).backward()
-        memo.slab.budget = int(memo.slab.peak_used * 1.6)
+        memo.slab.budget.nbytes = int(memo.slab.peak_used * 1.6)
         model.zero_grad()
         first = model(x)
         with pytest.raises(MemoError, match="run fewer forwards before a backward"):
@@ -245,7 +245,7 @@ def test_too_little_host_memory_in_the_middle_leaves_the_rest_usable():
         del first
         for _ in range(2):
             model(x).backward()
-        assert memo.slab.used <= memo.slab.budget
+        assert memo.slab.used <= memo.slab.budget.nbytes
     for _ in range(3):
         stock(x).backward()
     assert_same_grads(gradients(model), gradients(stock))
@@ -272,7 +272,7 @@ def test_lengths_that_differ_on_a_host_that_just_holds_the_longest():
         memo.slab.allocate = counting
         for batch in batches:
             assert_same(step(model, batch), step(stock, batch))
-        assert memo.slab.size == memo.slab.peak_used == memo.slab.budget == needed
+        assert memo.slab.size == memo.slab.peak_used == memo.slab.budget.nbytes == needed
     assert max(pieces) > 1 and pieces.count(1) > len(pieces) / 3
 
 

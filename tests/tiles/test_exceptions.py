@@ -154,7 +154,7 @@ def test_nothing_waits_for_the_garbage_collector(frames: Any) -> None:
             for _ in range(2):
                 step(tiled, BATCH)
                 assert not frames
-                handle._session.engine._drain()
+                handle._session.engine.drain()
                 assert handle._session.slab.used == 0
         finally:
             gc.enable()
