@@ -52,9 +52,9 @@ class NvmeRig(Rig):
         self.home = home(self.streams, self.slab, self.files, self.warnings.append)
         self.engine = SwapEngine(self.streams, self.slab, CPU, self.home)
 
-    def page(self, value: float, nvme: bool | None = None, name: str = "x"):
+    def page(self, value: float, nvme: bool | None = None):
         tensors = [torch.full(ROWS, value)]
-        frame = self.begin(tensors, name=name)
+        frame = self.begin(tensors)
         frame.placement = replace(frame.placement, nvme=self.nvme if nvme is None else nvme)
         self.engine.keep(frame, frame.layout.kept[0], tensors[0])
         self.engine.end(frame)
@@ -83,17 +83,46 @@ def make(tmp_path):
         assert rig.slab.used == 0
 
 
+def nothing_is_left(rig: NvmeRig) -> bool:
+    gc.collect()
+    rig.engine.settle()
+    return rig.slab.used == 0 and rig.files.extents() == []
+
+
+def goes_through(rig: NvmeRig, frames) -> bool:
+    """Return True if every frame comes back with the number of its age, in the order of a backward."""
+    return all(rig.value(frame) == frame.age - 1 for frame in reversed(frames))
+
+
+def pages(rig: NvmeRig, count: int, **options) -> list:
+    """Run so many layers, each of which keeps a page with its number."""
+    return [rig.page(float(rig.engine.traffic.frames), **options) for _ in range(count)]
+
+
+def eight_of_which_one_is(rig: NvmeRig, state: str) -> list:
+    """Run eight layers and as much of their backward as brings a frame into a state; return the frames that are left."""
+    frames = pages(rig, 8)
+    for _ in range({"reading": 3}.get(state, 1)):
+        rig.replay(frames.pop())
+    if state == "writing":
+        frames += pages(rig, 1)
+    elif state == "in_both":
+        rig.files.finish()
+        rig.home.note_written()
+    return frames
+
+
 # ---- the schedule
 
 
 def test_a_host_of_four_pages_holds_twelve(make):
     rig = make(4)
     with late_files(1):
-        frames = [rig.page(float(number)) for number in range(12)]
+        frames = pages(rig, 12)
         assert rig.slab.used <= rig.slab.budget.nbytes
         assert rig.states(frames[:8]) == ["in_file"] * 8
-        for number in reversed(range(12)):
-            assert rig.value(frames.pop()) == number
+        while frames:
+            assert goes_through(rig, [frames.pop()])
     assert rig.files.meters[True].nbytes == 12 * PAGE
     assert rig.files.meters[False].nbytes == 8 * PAGE, "what stays in the cache is not read"
     rig.layer_of([])
@@ -118,7 +147,7 @@ class MarkedStreams(ThreadStreams):
 def test_the_host_waits_ahead_only_while_the_work_of_the_last_call_is_queued(make):
     """Behind all that is queued, the device would run out of work while the host sleeps."""
     rig = make(4, MarkedStreams())
-    frames = [rig.page(float(number)) for number in range(10)]
+    frames = pages(rig, 10)
     begins, waited = [], []
     rig.files.wait_beside = lambda transfer, compute: waited.append((rig.streams.marks.index(compute), *begins[-2:])) or True
     while frames:
@@ -130,9 +159,9 @@ def test_the_host_waits_ahead_only_while_the_work_of_the_last_call_is_queued(mak
 
 def test_blocks_are_read_ahead_as_far_as_the_host_has_room(make):
     rig = make(4)
-    frames = [rig.page(float(number)) for number in range(10)]
-    for frame in (9, 8, 7):
-        rig.replay(frames.pop(frame))
+    frames = pages(rig, 10)
+    for _ in range(3):
+        rig.replay(frames.pop())
     gc.collect()
     rig.replay(frames[6])
     assert set(rig.states(frames)[3:]) <= {"reading", "in_both"}
@@ -141,43 +170,35 @@ def test_blocks_are_read_ahead_as_far_as_the_host_has_room(make):
 
 def test_without_a_placement_in_files_nothing_is_written_before_the_host_is_full(make):
     rig = make(4, nvme=False)
-    frames = [rig.page(float(number)) for number in range(4)]
+    frames = pages(rig, 4)
     assert rig.files.meters[True].nbytes == 0 and rig.states(frames) == ["in_host"] * 4
-    frames += [rig.page(float(number)) for number in range(4, 8)]
+    frames += pages(rig, 4)
     assert rig.slab.used <= rig.slab.budget.nbytes
-    assert [rig.value(frames[number]) for number in reversed(range(8))] == [7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.0, 0.0]
+    assert goes_through(rig, frames)
 
 
 def test_blocks_that_were_read_ahead_give_way(make):
     """After a part of a backward the host is full of them; the next forward needs it."""
     rig = make(8)
     rig.slab.budget.nbytes = 4 * PAGE
-    frames = [rig.page(float(number)) for number in range(8)]
+    frames = pages(rig, 8)
     rig.slab.budget.nbytes = 8 * PAGE
     rig.replay(frames[7])
     assert rig.states(frames).count("reading") >= 3
     rig.slab.budget.nbytes = 4 * PAGE
-    more = [rig.page(float(number)) for number in range(8, 16)]
+    frames += pages(rig, 8)
     assert rig.slab.used <= 4 * PAGE
-    frames += more
-    for number in [3, *reversed(range(16))]:
-        assert rig.value(frames[number]) == number
+    assert goes_through(rig, [*frames, frames[3]])
 
 
-def test_a_backward_in_another_order_than_was_read_ahead(make):
+def test_a_backward_in_any_order_and_again(make):
     rig = make(3)
-    first = [rig.page(float(number)) for number in range(5)]
-    second = [rig.page(float(number)) for number in range(5, 10)]
+    frames = pages(rig, 10)
     for number in (9, 4, 8, 3, 0, 7, 2, 6, 5, 1):
-        assert rig.value((first + second)[number]) == number
-
-
-def test_a_frame_comes_back_as_often_as_its_graph_lives(make):
-    rig = make(3)
-    frames = [rig.page(float(number)) for number in range(7)]
-    for _ in range(3):
-        assert [rig.value(frame) for frame in reversed(frames)] == [6.0, 5.0, 4.0, 3.0, 2.0, 1.0, 0.0]
-    assert rig.files.meters[True].nbytes == 7 * PAGE, "written once"
+        assert goes_through(rig, [frames[number]])
+    for _ in range(2):
+        assert goes_through(rig, frames)
+    assert rig.files.meters[True].nbytes == 10 * PAGE, "written once"
 
 
 # ---- frames that die
@@ -188,18 +209,8 @@ def test_a_frame_comes_back_as_often_as_its_graph_lives(make):
 def test_a_frame_may_die_in_any_state(state, thread, make):
     rig = make(4)
     with late_files(2, delays_s=(3e-3,)):
-        frames = [rig.page(float(number)) for number in range(8)]
-        rig.replay(frames.pop())
-        if state == "reading":
-            for _ in range(2):
-                rig.replay(frames.pop())
-        elif state == "writing":
-            frames.append(rig.page(8.0))
-        elif state == "in_both":
-            rig.files.finish()
-            rig.home.note_written()
-        at = rig.states(frames).index(state)
-        cycle = [frames.pop(at)]
+        frames = eight_of_which_one_is(rig, state)
+        cycle = [frames.pop(rig.states(frames).index(state))]
         dead = weakref.ref(cycle[0])
         cycle.append(cycle)
         del cycle
@@ -209,11 +220,10 @@ def test_a_frame_may_die_in_any_state(state, thread, make):
             rig.streams._queues[D2H].put((gc.collect,))
             rig.streams.wait(COMPUTE, rig.streams.mark(D2H))
         assert dead() is None
-        more = [rig.page(50.0 + number) for number in range(6)]
+        more = pages(rig, 6)
         assert rig.slab.used <= rig.slab.budget.nbytes
-        held = {frame.filed.extent for frame in frames + more if frame.filed}
-        assert set(rig.files.extents()) == held
-        assert [rig.value(more[number]) for number in reversed(range(6))] == [55.0, 54.0, 53.0, 52.0, 51.0, 50.0]
+        assert set(rig.files.extents()) == {frame.filed.extent for frame in frames + more if frame.filed.extent}
+        assert goes_through(rig, more)
 
 
 def test_a_frame_that_dies_while_dead_frames_are_freed(make):
@@ -221,7 +231,7 @@ def test_a_frame_that_dies_while_dead_frames_are_freed(make):
     checker = OrderedStreams()
     with checker, late_files(0, delays_s=(5e-3,)):
         rig = make(8, streams=checker)
-        frames = [rig.page(float(number)) for number in range(3)]
+        frames = pages(rig, 3)
         free = rig.slab.free
 
         def free_and_kill(block) -> None:
@@ -240,7 +250,7 @@ def test_a_frame_that_dies_while_dead_frames_are_freed(make):
 def test_a_dead_frame_whose_destructor_was_interrupted(make):
     rig = make(8)
     with late_files(0, delays_s=(5e-3,)), mock.patch.object(SwapEngine, "_defer", lambda engine, frame: None):
-        frames = [rig.page(float(number)) for number in range(3)]
+        frames = pages(rig, 3)
         for frame in frames:
             frame._defer = lambda frame: None
         del frame
@@ -257,7 +267,7 @@ def test_reads_come_behind_copies_to_the_host(mutant, make):
     checker = OrderedStreams()
     with checker:
         rig = make(4, streams=checker)
-        frames = [rig.page(float(number)) for number in range(8)]
+        frames = pages(rig, 8)
         if mutant:
             read = rig.files.read
             rig.files.read = lambda extent, block, after: read(extent, block, after[:1])
@@ -307,37 +317,29 @@ def test_a_failed_write_stays_on_the_host(number, make, monkeypatch):
     rig = make(6)
     with monkeypatch.context() as patch:
         faulty(patch, "pwritev", 2, raises(number))
-        frames = [rig.page(float(index)) for index in range(5)]
+        frames = pages(rig, 5)
         rig.files.finish()
         rig.home.note_written()
     assert len(rig.warnings) == 1 and "stays in host memory: rank 0 could not write its file in" in rig.warnings[0]
     assert sorted(rig.states(frames)) == ["in_both"] * 4 + ["refused"]
     assert rig.files.meters[True].nbytes == 4 * PAGE, "what was not written counts as written"
-    frames += [rig.page(float(index)) for index in range(5, 12)]
-    assert [rig.value(frame) for frame in reversed(frames)] == [float(index) for index in reversed(range(12))]
+    assert goes_through(rig, frames + pages(rig, 7))
 
 
 def test_where_no_write_succeeds_the_step_is_lost_once_the_host_is_full_and_nothing_else(make, monkeypatch):
-    rig = make(4)
-    with monkeypatch.context() as patch:
+    rig, frames = make(4), []
+    with monkeypatch.context() as patch, pytest.raises(MemoError, match=r"host memory: frame x needs"):
         patch.setattr(direct_files.os, "pwritev", raises(errno.ENOSPC))
-        frames = []
-        with pytest.raises(MemoError, match=r"host memory: frame x needs"):
-            frames += [rig.page(float(index)) for index in range(12)]
+        frames += pages(rig, 12)
     assert 0 < len(rig.warnings) <= 4
-    frames.clear()
-    gc.collect()
-    rig.engine.settle()
-    assert rig.slab.used == 0 and rig.files.extents() == []
-    frames = [rig.page(float(index)) for index in range(12)]
-    assert [rig.value(frame) for frame in reversed(frames)] == [float(index) for index in reversed(range(12))]
+    assert nothing_is_left(rig)
+    assert goes_through(rig, pages(rig, 12))
 
 
 @pytest.mark.parametrize("nth", range(1, 7))
 def test_each_read_refused_in_turn_loses_that_backward_alone(nth, make, monkeypatch):
     rig = make(4)
-    frames = [rig.page(float(index)) for index in range(10)]
-    failed = []
+    frames, failed = pages(rig, 10), []
     with monkeypatch.context() as patch:
         faulty(patch, "preadv", nth, raises(errno.EIO))
         for frame in reversed(frames):
@@ -347,19 +349,18 @@ def test_each_read_refused_in_turn_loses_that_backward_alone(nth, make, monkeypa
                 assert "could not be read back, and this backward is lost: rank 0 could not read its file in" in str(error)
                 failed.append(frame)
     assert len(failed) == 1
-    assert rig.value(failed[0]) == failed[0].age - 1, "the system's next answer is right"
+    assert goes_through(rig, failed), "the system's next answer is right"
     assert rig.slab.used <= rig.slab.budget.nbytes
 
 
 def test_files_without_room_leave_the_rest_on_the_host_and_say_so_once(make, monkeypatch):
     monkeypatch.setattr(direct_files, "STRIPE", PAGE)
     rig = make(8, budget=3 * PAGE)
-    frames = [rig.page(float(index)) for index in range(9)]
+    frames = pages(rig, 9)
     assert len(rig.warnings) == 1 and "It stays in host memory" in rig.warnings[0]
     with pytest.raises(MemoError, match="host memory"):
-        frames += [rig.page(float(index)) for index in range(9, 20)]
-    for index in reversed(range(9)):
-        assert rig.value(frames[index]) == index
+        frames += pages(rig, 11)
+    assert goes_through(rig, frames)
 
 
 # ---- Ctrl-C
@@ -370,7 +371,7 @@ def test_files_without_room_leave_the_rest_on_the_host_and_say_so_once(make, mon
 def test_ctrl_c_as_a_read_is_issued_gives_no_wrong_bytes(nth, before, make):
     rig = make(4)
     with late_files(0, delays_s=(3e-3,)):
-        frames = [rig.page(float(number)) for number in range(10)]
+        frames = pages(rig, 10)
         read, calls = rig.files.read, []
 
         def interrupted(*args):
@@ -384,16 +385,12 @@ def test_ctrl_c_as_a_read_is_issued_gives_no_wrong_bytes(nth, before, make):
 
         rig.files.read = interrupted
         with pytest.raises(KeyboardInterrupt):
-            for number in reversed(range(10)):
-                assert rig.value(frames[number]) == number
+            assert goes_through(rig, frames)
         del rig.files.read
         rig.engine._ahead = lambda: None
-        for number in reversed(range(10)):
-            if frames[number].state != "ready":
-                assert rig.value(frames[number]) == number
+        assert goes_through(rig, [frame for frame in frames if frame.state != "ready"])
         frames.clear()
-        rig.engine.settle()
-    assert rig.slab.used == 0 and rig.files.extents() == []
+        assert nothing_is_left(rig)
 
 
 @pytest.mark.parametrize("of, method", [(FileHome, "_have_written"), (FileHome, "_drop_block"), (Frame, "free_block")])
@@ -401,7 +398,7 @@ def test_ctrl_c_as_a_read_is_issued_gives_no_wrong_bytes(nth, before, make):
 def test_ctrl_c_in_the_books_is_made_good(of, method, before, make):
     """What is left of the step is dropped, as a notebook does; the next is right, and nothing is kept."""
     rig = make(4)
-    frames, real = [rig.page(float(number)) for number in range(3)], getattr(of, method)
+    frames, real = pages(rig, 3), getattr(of, method)
 
     def interrupted(*args):
         if not before:
@@ -409,16 +406,12 @@ def test_ctrl_c_in_the_books_is_made_good(of, method, before, make):
         raise KeyboardInterrupt
 
     with mock.patch.object(of, method, interrupted), pytest.raises(KeyboardInterrupt):
-        for number in range(3, 12):
-            frames.append(rig.page(float(number)))
-    for frame in reversed(frames):
-        assert rig.value(frame) == frames.index(frame)
+        for _ in range(9):
+            frames += pages(rig, 1)
+    assert goes_through(rig, frames)
     frames.clear()
-    del frame
-    rig.engine.settle()
-    assert rig.slab.used == 0 and rig.files.extents() == []
-    frames = [rig.page(float(number)) for number in range(12)]
-    assert [rig.value(frame) for frame in reversed(frames)] == [float(number) for number in reversed(range(12))]
+    assert nothing_is_left(rig)
+    assert goes_through(rig, pages(rig, 12))
 
 
 # ---- the end
@@ -428,13 +421,7 @@ def test_ctrl_c_in_the_books_is_made_good(of, method, before, make):
 def test_closing_with_living_frames(state, make):
     rig = make(4)
     with late_files(0, delays_s=(3e-3,)):
-        frames = [rig.page(float(number), name=f"layer {number}") for number in range(8)]
-        for number in (7, 6, 5) if state == "reading" else ():
-            rig.replay(frames[number])
-            del frames[number]
-        if state == "in_both":
-            rig.files.finish()
-            rig.home.note_written()
+        frames = eight_of_which_one_is(rig, state)
         assert state in rig.states(frames)
         rig.engine.close()
     assert (rig.slab.used, rig.slab.size) == (0, 0)
@@ -447,7 +434,7 @@ def test_closing_with_living_frames(state, make):
 def test_closing_waits_for_transfers_also_at_ctrl_c(make):
     rig = make(4)
     with late_files(0, delays_s=(2e-2,)):
-        frames = [rig.page(float(number)) for number in range(3)]
+        frames = pages(rig, 3)
         finish, calls = rig.files.finish, []
 
         def interrupted() -> None:

@@ -35,27 +35,26 @@ def frame(name: str = "model.layers.7", resident: bool = False) -> Frame:
     return Frame(name, ON_DEVICE if resident else SWAPPED, 1, lambda _: None)
 
 
-@pytest.mark.parametrize("now", STATES)
-@pytest.mark.parametrize("then", STATES)
-def test_each_step_is_legal_or_raises_with_the_frames_name(now, then):
-    one = frame()
-    one.state = now
-    if (now, then) in LEGAL:
-        one.move(then)
-        assert one.state == then
-    else:
-        with pytest.raises(MemoError, match=rf"model\.layers\.7 cannot go from '{now}' to '{then}'"):
+def test_each_step_is_legal_or_raises_with_the_frames_name():
+    for now, then in itertools.product(STATES, STATES):
+        one = frame()
+        one.state = now
+        if (now, then) in LEGAL:
             one.move(then)
-        assert one.state == now
+            assert one.state == then
+        else:
+            with pytest.raises(MemoError, match=rf"model\.layers\.7 cannot go from '{now}' to '{then}'"):
+                one.move(then)
+            assert one.state == now
 
 
-@pytest.mark.parametrize("state", [state for state in STATES if state != "ready"])
-def test_only_a_ready_frame_can_be_read(state):
-    one = frame()
-    kept = one.layout.add(torch.empty(4, 4))
-    one.state = state
-    with pytest.raises(MemoError, match=rf"model\.layers\.7 was read while '{state}'"):
-        one.tensor(kept)
+def test_only_a_ready_frame_can_be_read():
+    for state in STATES:
+        one = frame()
+        kept = one.layout.add(torch.empty(4, 4))
+        one.state = state
+        with pytest.raises(KeyError if state == "ready" else MemoError, match=f"was read while '{state}'|0"):
+            one.tensor(kept)
 
 
 # ---- layouts
@@ -102,9 +101,12 @@ def fetch(kept: Kept, block: Block, slot: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("times", [1, 40])
 @pytest.mark.parametrize("crumbs", [False, True], ids=["one piece", "many pieces"])
-@pytest.mark.parametrize("make", TENSORS.values(), ids=TENSORS)
-def test_a_kept_tensor_round_trips_bit_exactly_with_its_strides(make, crumbs, times):
-    tensor = make()
+def test_kept_tensors_round_trip_bit_exactly_with_their_strides(crumbs, times):
+    for make in TENSORS.values():
+        round_trip(make(), crumbs, times)
+
+
+def round_trip(tensor: torch.Tensor, crumbs: bool, times: int) -> None:
     if times > 1:  # as dense, and long enough to cross many borders
         order = dense_order(tensor)
         long = torch.cat([tensor.permute(order)] * times)
@@ -183,11 +185,11 @@ NOT_DENSE = {
 }
 
 
-@pytest.mark.parametrize("tensor", NOT_DENSE.values(), ids=NOT_DENSE)
-def test_tensors_with_gaps_or_overlaps_are_refused(tensor):
-    assert dense_order(tensor) is None
-    with pytest.raises(MemoError, match="only dense tensors"):
-        Layout().add(tensor)
+def test_tensors_with_gaps_or_overlaps_are_refused():
+    for tensor in NOT_DENSE.values():
+        assert dense_order(tensor) is None
+        with pytest.raises(MemoError, match="only dense tensors"):
+            Layout().add(tensor)
 
 
 # ---- in-place changes from outside

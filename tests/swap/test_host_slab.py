@@ -72,6 +72,10 @@ class System:
         self.synchronized += 1
 
 
+def allocated(host: HostSlab, *pages: int) -> list[Block]:
+    return [host.allocate(count * PAGE, "x") for count in pages]
+
+
 @pytest.mark.parametrize("nbytes", [1, PAGE - 1, PAGE, PAGE + 1, 3 * PAGE - 7, 9 * PAGE])
 def test_blocks_are_page_aligned_and_of_exact_size(nbytes):
     host = slab()
@@ -85,119 +89,86 @@ def test_blocks_are_page_aligned_and_of_exact_size(nbytes):
 
 def test_memory_is_used_again_whatever_the_length():
     host = slab()
-    long = host.allocate(50 * PAGE, "x")
+    (long,) = allocated(host, 50)
     ((address, _),) = addresses(long)
     host.free(long)
     assert (host.used, host.size) == (0, 50 * PAGE)
-    short = [host.allocate(20 * PAGE, "shorter") for _ in range(2)]
+    short = allocated(host, 20, 20)
     assert [addresses(block) for block in short] == [[(address, 20 * PAGE)], [(address + 20 * PAGE, 20 * PAGE)]]
     for block in short:
         host.free(block)
-    assert addresses(host.allocate(50 * PAGE, "as long")) == [(address, 50 * PAGE)]
-    assert host.size == 50 * PAGE
+    (long,) = allocated(host, 50)
+    assert addresses(long) == [(address, 50 * PAGE)] and host.size == host.peak_used == 50 * PAGE
 
 
-def test_the_smallest_free_range_that_is_enough_is_allocated():
-    host = slab(200)
-    blocks = {pages: host.allocate(pages * PAGE, "x") for pages in (52, 49, 51, 20)}
-    found = {pages: addresses(block)[0][0] for pages, block in blocks.items()}
-    for block in blocks.values():
+def test_which_free_ranges_are_allocated():
+    """The smallest that is enough; else the largest together, and only what they lack is mapped."""
+    host, pages = slab(200), (52, 49, 51, 20)
+    blocks = allocated(host, *pages)
+    at = {count: addresses(block)[0][0] for count, block in zip(pages, blocks, strict=True)}
+    for block in blocks:
         host.free(block)
-    taken = [host.allocate(pages * PAGE, "y") for pages in (50, 50, 49)]
-    assert [addresses(block)[0][0] for block in taken] == [found[51], found[52], found[49]]
-
-
-def test_where_no_range_is_enough_the_largest_are_allocated_together():
-    host = slab(200)
-    blocks = {pages: host.allocate(pages * PAGE, "x") for pages in (10, 40, 30, 20, 25)}
-    found = {pages: addresses(block)[0][0] for pages, block in blocks.items()}
-    for pages in (10, 40, 30, 20):
-        host.free(blocks[pages])
-    long = host.allocate(78 * PAGE, "y")
-    assert addresses(long) == [(found[40], 40 * PAGE), (found[30], 30 * PAGE), (found[10], 8 * PAGE)]
-    assert host.size == 125 * PAGE
-
-
-def test_only_what_is_missing_is_mapped():
-    host = slab()
-    short = host.allocate(10 * PAGE, "x")
-    ((address, _),) = addresses(short)
-    other = host.allocate(PAGE, "y")
-    host.free(short)
-    long = host.allocate(13 * PAGE, "z")
-    assert addresses(long)[0] == (address, 10 * PAGE) and len(long.pieces) == 2
-    assert host.size == host.peak_used == 14 * PAGE
-    host.free(other)
+    taken = allocated(host, 50, 50, 49)
+    assert [addresses(block)[0][0] for block in taken] == [at[51], at[52], at[49]]
+    for block in taken:
+        host.free(block)
+    (most,) = allocated(host, 108)
+    assert addresses(most) == [(at[52], 52 * PAGE), (at[51], 51 * PAGE), (at[20], 5 * PAGE)]
+    (all_and_more,) = allocated(host, 68)
+    assert addresses(all_and_more)[:2] == [(at[49], 49 * PAGE), (at[20] + 5 * PAGE, 15 * PAGE)]
+    assert len(all_and_more.pieces) == 3 and host.size == host.used == 176 * PAGE
 
 
 def test_a_view_of_a_block_is_cut_where_its_pieces_are():
     host = slab()
-    blocks = [host.allocate(pages * PAGE, "x") for pages in (2, 3, 1)]
+    blocks = allocated(host, 2, 3, 1)
     host.free(blocks[0])
     host.free(blocks[1])
-    block = host.allocate(5 * PAGE, "y")
+    (block,) = allocated(host, 5)
     assert [piece.nbytes // PAGE for piece in block.pieces] == [3, 2]
-    assert [len(view) for view in block.views(0, 5 * PAGE)] == [3 * PAGE, 2 * PAGE]
-    assert [len(view) for view in block.views(PAGE, 2 * PAGE)] == [2 * PAGE]
-    assert [len(view) for view in block.views(3 * PAGE, 2 * PAGE)] == [2 * PAGE]
-    assert [len(view) for view in block.views(3 * PAGE - 256, 512)] == [256, 256]
-    assert block.views(3 * PAGE, 0) == []
+    for begin, nbytes, lengths in (
+        (0, 5 * PAGE, [3 * PAGE, 2 * PAGE]),
+        (PAGE, 2 * PAGE, [2 * PAGE]),
+        (3 * PAGE, 2 * PAGE, [2 * PAGE]),
+        (3 * PAGE - 256, 512, [256, 256]),
+        (3 * PAGE, 0, []),
+    ):
+        assert [len(view) for view in block.views(begin, nbytes)] == lengths
     for at, view in enumerate(block.views(0, 5 * PAGE)):
         view.fill_(at)
     assert torch.cat(block.views(3 * PAGE - 1, 2)).tolist() == [0, 1]
 
 
-def test_peak_used_remembers():
-    host = slab()
-    first, second = host.allocate(2 * PAGE, "x"), host.allocate(3 * PAGE, "y")
-    host.free(first)
-    host.free(second)
-    host.allocate(PAGE, "z")
-    assert host.peak_used == 5 * PAGE
-
-
-def test_the_whole_budget_can_be_allocated():
-    host = slab(10)
-    blocks = [host.allocate(4 * PAGE, "x"), host.allocate(6 * PAGE, "y")]
-    assert sum(block.nbytes for block in blocks) == host.size == host.budget.nbytes
-
-
-def test_too_little_says_who_needs_what_in_gib():
+def test_too_little_says_who_needs_what_in_gib_and_changes_nothing():
     host = HostSlab(3 * GIB, HostPool(CPU))
-    host.allocate(2 * GIB, "frame model.layers.0")  # mapped, never touched
+    block = host.allocate(2 * GIB, "frame model.layers.0")  # mapped, never touched
     with pytest.raises(MemoError) as caught:
         host.allocate(int(1.5 * GIB), "frame model.layers.1")
     message = str(caught.value)
     assert re.search(r"frame model\.layers\.1 needs 1\.5\d* GiB, 1(\.0*)? of 3(\.0*)? GiB are left", message), message
     for way_out in ("memo.alpha", "memo.resident_layers", "memo.host_memory_gib"):
         assert way_out in message
-
-
-def test_a_refused_allocation_changes_no_block():
-    host = slab(4)
-    block = host.allocate(3 * PAGE, "x")
-    with pytest.raises(MemoError):
-        host.allocate(2 * PAGE, "y")
-    assert (host.used, host.size) == (3 * PAGE, 3 * PAGE)
+    assert host.used == host.size == 2 * GIB
     host.free(block)
-    assert addresses(host.allocate(3 * PAGE, "z")) == addresses(block)
+    assert sorted(addresses(host.allocate(2 * GIB, "z"))) == sorted(addresses(block))
+    assert host.allocate(GIB, "all that the budget has").nbytes == GIB
 
 
 def test_a_block_that_was_found_again_is_freed_once():
     """As one that its frame still had when Ctrl-C came, after the slab had taken it back."""
     host = slab(10)
-    lost, kept = host.allocate(4 * PAGE, "x"), host.allocate(PAGE, "y")
+    lost, kept = allocated(host, 4, 1)
     host.free(lost)
     host.free(lost)
     assert host.used == host.pool.used == PAGE
-    host.free(host.allocate(9 * PAGE, "z"))
+    host.free(*allocated(host, 9))
     host.free(kept)
     assert host.blocks == [] and host.used == host.pool.used == 0
 
 
 def test_closing_with_an_allocated_block_raises():
     host = slab()
-    block = host.allocate(PAGE, "x")
+    (block,) = allocated(host, 1)
     with pytest.raises(MemoError, match=f"{PAGE} bytes of it were allocated"):
         host.close()
     host.free(block)
@@ -278,13 +249,13 @@ def test_what_is_replaced_was_synchronized_with(monkeypatch):
     assert (system.synchronized, system.held) == (1, [50 * PAGE])
 
 
-# ---- the system says no, or others lower the budget
+# ---- the system says no
 
 
 def test_a_refusal_of_the_system_is_remembered(monkeypatch):
     system = System(monkeypatch, limit=4 * PAGE)
     host = slab()
-    host.free(host.allocate(3 * PAGE, "a long frame"))
+    host.free(*allocated(host, 3))
     short = host.allocate(2 * PAGE, "a short frame")
     assert (host.used, host.size, host.budget.offer) == (2 * PAGE, 3 * PAGE, (100 * PAGE, ""))
     with pytest.raises(MemoError, match=r"a third frame needs .* GiB more; no more"):
@@ -303,7 +274,7 @@ def test_segments_are_a_gib_at_most(monkeypatch):
     monkeypatch.setattr(segments, "SEGMENT", 4 * PAGE)
     system = System(monkeypatch, limit=15 * PAGE)
     host = HostSlab(100 * PAGE, HostPool(CUDA))
-    block = host.allocate(10 * PAGE, "x")
+    (block,) = allocated(host, 10)
     assert [piece.nbytes for piece in block.pieces] == system.held == [4 * PAGE, 4 * PAGE, 2 * PAGE]
     assert not host.budget.has_memory(9 * PAGE)
     assert (host.size, host.budget.offer) == (14 * PAGE, (14 * PAGE, "no more"))
@@ -315,7 +286,7 @@ def test_a_refusal_while_segments_are_replaced_counts_them(monkeypatch):
     """They are gone, but their bytes are the most that the system gave."""
     system = System(monkeypatch, limit=4 * PAGE)
     host = slab()
-    for block in [host.allocate(PAGE, "short") for _ in range(3)]:
+    for block in allocated(host, 1, 1, 1):
         host.free(block)
     del block
     with pytest.raises(MemoError, match="no more"):
@@ -325,26 +296,16 @@ def test_a_refusal_while_segments_are_replaced_counts_them(monkeypatch):
     assert host.allocate(3 * PAGE, "as much as before").nbytes == 3 * PAGE
 
 
-def lowered(monkeypatch: pytest.MonkeyPatch, kept: int) -> tuple[HostSlab, System, list[Block]]:
-    """Lower the budget of a slab of 4, 3, 2 and 1 pages to 5, with the given number of blocks still allocated."""
+@pytest.mark.parametrize("kept", [0, 1])
+def test_a_lower_budget_is_kept_from_the_next_block_on(monkeypatch, kept):
+    """What is allocated does not go, idle memory does."""
     system = System(monkeypatch)
     host = slab(10)
-    blocks = [host.allocate(pages * PAGE, "x") for pages in (4, 3, 2, 1)]
+    blocks = allocated(host, 4, 3, 2, 1)
     while len(blocks) > kept:
         host.free(blocks.pop())
     host.budget.nbytes = 5 * PAGE
-    return host, system, blocks
-
-
-def test_a_lower_budget_is_kept_from_the_next_block_on(monkeypatch):
-    host, system, _ = lowered(monkeypatch, kept=0)
-    block = host.allocate(5 * PAGE, "y")
-    assert block.nbytes == host.size == sum(system.held) == 5 * PAGE
+    blocks += allocated(host, 1 if kept else 5)
+    assert host.used == host.size == sum(system.held) == 5 * PAGE
     with pytest.raises(MemoError, match=r"0 of .* GiB are left"):
         host.allocate(PAGE, "z")
-
-
-def test_what_is_allocated_does_not_go_with_a_lower_budget(monkeypatch):
-    host, system, blocks = lowered(monkeypatch, kept=1)
-    blocks.append(host.allocate(PAGE, "y"))
-    assert host.used == host.size == sum(system.held) == 5 * PAGE

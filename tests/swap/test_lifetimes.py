@@ -185,35 +185,23 @@ def test_an_unannounced_change_raises_each_time(rig):
 # ---- wrong steps
 
 
-def test_a_frame_cannot_be_replayed_while_its_layer_runs(rig):
-    for resident in (False, True):
-        frame = rig.begin([torch.ones(8, 64)], resident, name="model.layers.3")
-        with pytest.raises(MemoError, match=r"model\.layers\.3"):
-            rig.engine.bring_back(frame)
-        rig.engine.abort(frame)
-
-
-def test_wrong_steps_raise_with_the_frames_name(rig):
-    frame = rig.layer(name="model.layers.3")
-    rig.engine.bring_back(frame)
-    for step in (rig.engine.end, rig.engine.bring_back):
-        with pytest.raises(MemoError, match=r"model\.layers\.3"):
-            step(frame)
-    rig.engine.replayed(frame)
-    for step in (rig.engine.end, rig.engine.replayed, lambda frame: frame.tensor(frame.layout.kept[0])):
-        with pytest.raises(MemoError, match=r"model\.layers\.3"):
-            step(frame)
-
-
-def test_wrong_steps_of_a_resident_frame_raise_with_its_name(rig):
-    frame = rig.layer(name="model.layers.3", resident=True)
-    with pytest.raises(MemoError, match=r"model\.layers\.3"):
-        rig.engine.end(frame)
-    rig.engine.bring_back(frame)
-    rig.engine.replayed(frame)
-    for step in (rig.engine.replayed, lambda frame: frame.tensor(frame.layout.kept[0])):
-        with pytest.raises(MemoError, match=r"model\.layers\.3"):
-            step(frame)
+@pytest.mark.parametrize("resident", [False, True])
+def test_wrong_steps_raise_with_the_frames_name(rig, resident):
+    engine, name = rig.engine, r"model\.layers\.3"
+    recording = rig.begin([torch.ones(8, 64)], resident, name="model.layers.3")
+    with pytest.raises(MemoError, match=name):
+        engine.bring_back(recording)
+    engine.abort(recording)
+    frame = rig.layer(name="model.layers.3", resident=resident)
+    wrong = [[engine.end] if resident else []]
+    wrong += [[] if resident else [engine.end, engine.bring_back]]
+    wrong += [[engine.end, engine.replayed, lambda frame: frame.tensor(frame.layout.kept[0])]]
+    for steps, then in zip(wrong, (engine.bring_back, engine.replayed, None), strict=True):
+        for step in steps:
+            with pytest.raises(MemoError, match=name):
+                step(frame)
+        if then is not None:
+            then(frame)
 
 
 # ---- closing
@@ -241,30 +229,23 @@ def test_closing_with_living_frames(state):
     rig.engine.close()
 
 
-def test_a_frame_that_dies_while_the_engine_closes():
+@pytest.mark.parametrize("when", ["while it waits", "between two frees"])
+def test_a_frame_that_dies_while_the_engine_closes(when):
+    """As the garbage collector may end it, at any allocation."""
     frames: list[Frame] = []
 
     class Dying(ThreadStreams):
         def wait(self, stream, event) -> None:
             super().wait(stream, event)
-            frames.clear()  # as the garbage collector may, at any allocation
+            if when == "while it waits":
+                frames.clear()
 
     rig = Rig(Dying())
-    frames += [rig.layer() for _ in range(2)]
-    rig.engine.close()
-    assert (rig.slab.used, rig.slab.size) == (0, 0)
-
-
-def test_a_frame_that_dies_between_two_steps_of_closing(monkeypatch):
-    rig = Rig()
-    frames = [rig.layer() for _ in range(3)]
-    free = rig.slab.free
-
-    def free_and_kill(block) -> None:
-        free(block)
-        frames.clear()
-
-    monkeypatch.setattr(rig.slab, "free", free_and_kill)
+    frames += [rig.layer()]
+    frames += [rig.layer()]
+    if when == "between two frees":
+        free = rig.slab.free
+        rig.slab.free = lambda block: (free(block), frames.clear())
     rig.engine.close()
     assert (rig.slab.used, rig.slab.size) == (0, 0)
 

@@ -104,12 +104,6 @@ def test_a_device_without_streams_is_refused():
         streams_for(torch.device("meta"))
 
 
-def test_the_device_decides():
-    streams = streams_for(torch.device("cpu"))
-    assert isinstance(streams, ThreadStreams)
-    streams.close()
-
-
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_copy_waits_for_a_busy_compute_stream():
@@ -156,39 +150,24 @@ def test_asking_how_long_compute_waited_does_not_wait_for_the_device(monkeypatch
 # ---- threads
 
 
-def test_compute_goes_on_while_copies_wait(held):
-    source, host = torch.ones(4), torch.zeros(4)
+def test_a_stream_waits_for_what_it_is_told_to_alone(held):
+    source, host, target, other = torch.ones(4), torch.zeros(4), torch.zeros(4), torch.zeros(4)
     held.copy(D2H, host, source)
-    event = held.mark(D2H)
-    assert not event.done.is_set()
-    assert host.tolist() == [0.0] * 4
-    held.release(D2H)
-    held.wait(COMPUTE, event)
-    assert host.tolist() == [1.0] * 4
-
-
-def test_one_stream_waits_for_the_other(held):
-    source, host, target = torch.ones(4), torch.zeros(4), torch.zeros(4)
-    held.copy(D2H, host, source)
-    held.wait(H2D, held.mark(D2H))
+    sent = held.mark(D2H)
+    assert not sent.done.is_set() and host.tolist() == [0.0] * 4, "compute goes on"
+    held.copy(H2D, other, source)
+    unasked = held.mark(H2D)
+    held.wait(H2D, sent)
     held.copy(H2D, target, host)
     back = held.mark(H2D)
     held.release(H2D)
+    held.wait(COMPUTE, unasked)
+    assert other.tolist() == [1.0] * 4 and not sent.done.is_set()
     time.sleep(0.02)
     assert not back.done.is_set(), "h2d overtook the d2h it was told to wait for"
     held.release(D2H)
     held.wait(COMPUTE, back)
     assert target.tolist() == [1.0] * 4
-
-
-def test_the_streams_do_not_wait_for_each_other_unasked(held):
-    host, target = torch.ones(4), torch.zeros(4)
-    held.copy(D2H, torch.zeros(4), torch.ones(4))
-    held.copy(H2D, target, host)
-    held.release(H2D)
-    held.wait(COMPUTE, held.mark(H2D))
-    assert target.tolist() == [1.0] * 4
-    assert not held.mark(D2H).done.is_set()
 
 
 def test_waiting_counts_as_stall(held):
@@ -204,28 +183,22 @@ def test_waiting_counts_as_stall(held):
 
 @pytest.mark.parametrize("stream", [D2H, H2D])
 def test_a_copy_that_fails_raises_where_compute_waits(stream):
+    """For whatever it waits: the error names the stream that it happened on."""
     streams = ThreadStreams()
     streams.copy(stream, torch.zeros(3), torch.zeros(4))
     streams.copy(stream, torch.zeros(4), torch.zeros(4))
-    with pytest.raises(MemoError, match=f"a copy on the {stream} stream failed") as caught:
-        streams.wait(COMPUTE, streams.mark(stream))
-    assert caught.value.__cause__ is not None
+    streams.mark(stream).done.wait(LONG_S)
+    for other in (stream, D2H, H2D):
+        with pytest.raises(MemoError, match=f"a copy on the {stream} stream failed") as caught:
+            streams.wait(COMPUTE, streams.mark(other))
+        assert caught.value.__cause__ is not None
     assert all(alive(streams)), "a failed copy must not end the thread: later waits would hang"
-    streams.close()
-
-
-def test_a_failure_is_told_by_the_stream_it_happened_on():
-    streams = ThreadStreams()
-    streams.copy(D2H, torch.zeros(3), torch.zeros(4))
-    streams.mark(D2H).done.wait(LONG_S)
-    streams.copy(H2D, torch.zeros(4), torch.zeros(4))
-    with pytest.raises(MemoError, match="a copy on the d2h stream failed"):
-        streams.wait(COMPUTE, streams.mark(H2D))
     streams.close()
 
 
 def test_close_finishes_what_was_issued_and_ends_the_threads():
     streams = DelayedStreams(0, delays_s=(2e-3,))
+    assert all(thread.daemon for thread in streams._threads), "they do not keep the process"
     pairs = [(torch.zeros(8), torch.full((8,), float(n))) for n in range(10)]
     for host, source in pairs:
         streams.copy(D2H, host, source)
@@ -233,35 +206,26 @@ def test_close_finishes_what_was_issued_and_ends_the_threads():
     assert all(torch.equal(host, source) for host, source in pairs)
     assert alive(streams) == [False, False]
     streams.close()
-
-
-def test_nothing_hangs_after_close():
-    streams = ThreadStreams()
-    streams.close()
     with pytest.raises(MemoError, match="closed"):
-        streams.copy(D2H, torch.zeros(1), torch.zeros(1))
+        ThreadStreams.copy(streams, D2H, torch.zeros(1), torch.zeros(1))
     with pytest.raises(MemoError, match="closed"):
         streams.wait(COMPUTE, streams.mark(D2H))
 
 
-def test_an_abandoned_object_ends_its_threads():
+@pytest.mark.parametrize("cycle", [False, True])
+def test_an_abandoned_object_ends_its_threads(cycle):
     streams = ThreadStreams()
     host, source = torch.zeros(8), torch.ones(8)
     streams.copy(D2H, host, source)
     threads, gone = streams._threads, weakref.ref(streams)
+    if cycle:
+        streams.cycle = streams
     del streams
+    if cycle:
+        gc.collect()
     assert gone() is None, "its threads keep it alive"
     assert ended(threads)
     assert torch.equal(host, source), "what was issued is still done"
-
-
-def test_an_abandoned_object_in_a_cycle_ends_its_threads():
-    streams = ThreadStreams()
-    streams.cycle = streams
-    threads = streams._threads
-    del streams
-    gc.collect()
-    assert ended(threads)
 
 
 def test_an_idle_thread_keeps_no_tensor():
@@ -274,12 +238,6 @@ def test_an_idle_thread_keeps_no_tensor():
     streams.mark(D2H).done.wait(LONG_S)
     time.sleep(0.01)
     assert [ref() for ref in gone] == [None, None]
-    streams.close()
-
-
-def test_the_threads_do_not_keep_the_process():
-    streams = ThreadStreams()
-    assert all(thread.daemon for thread in streams._threads)
     streams.close()
 
 
