@@ -19,7 +19,7 @@ class Home:
         """Take a frame's block, behind the last copy to it (`frame.sent`)."""
 
     def backward_comes(self) -> None:
-        """Note that a backward has come to its next frame, and has issued nothing of it yet."""
+        """Note that a backward has come to its next frame, before work for it is issued."""
 
     def has(self, frame: Frame) -> bool:
         """Return True if a frame's block is in host memory, so that its reload can be issued ahead of need."""
@@ -35,15 +35,10 @@ class Home:
         """Free host memory whose bytes are elsewhere, too, until it is enough or none is left."""
 
     def forget(self, filed: Any) -> None:
-        """Let go of what a dead frame has elsewhere (`frame.filed`), once nothing uses its block."""
+        """Give up what a dead frame has elsewhere (`frame.filed`), once nothing uses its block."""
 
     def free_lost(self, held: Sequence[Any], blocks_lost: bool) -> None:
-        """Free what no frame knows of any more.
-
-        Args:
-            held: `filed` of all frames.
-            blocks_lost: host blocks were lost, too, and something may still use them.
-        """
+        """Free what is elsewhere and in no `filed` of a frame. Wait first if host blocks were lost, too: they may be in use."""
 
     def close(self) -> None:
         """Finish what is under way. May be called twice."""

@@ -140,7 +140,7 @@ class HostPool:
 
     def has_memory(self, nbytes: int) -> bool:
         """Return True if `nbytes` are free now. Ask the system for those that are not."""
-        if self.used + nbytes <= self.size <= self.limit:
+        if self.used + nbytes <= self.size:
             return True
         with self.changing():
             try:
@@ -150,14 +150,12 @@ class HostPool:
         return True
 
     def _prepare(self, nbytes: int, stream: torch.cuda.Stream | None, wanted_by: str) -> None:
-        """Have `nbytes` free. Map only what free memory lacks, and release idle segments beyond the limit."""
+        """Have `nbytes` free. Map only what free memory lacks."""
         self.free_lost()
         if not self._freed_on <= {stream}:  # other streams' copies may still use it, and no event orders them
             torch.cuda.synchronize(self.device)
             self._freed_on.clear()
         self._take_locked(nbytes)
-        if (beyond := self.size - self.limit) > 0:
-            self._shrink(beyond)
         if (missing := self.used + nbytes - self.size) > 0:
             self._grow(missing, wanted_by)
 
@@ -279,15 +277,6 @@ class HostPool:
             grown += idle.nbytes
         self._release(going)
         return grown - nbytes
-
-    def _shrink(self, beyond: int) -> None:
-        """Release idle segments of at least `beyond` bytes, or all if there are fewer: a budget was lowered."""
-        going = []
-        for idle in self._idle():
-            if beyond > 0:
-                going.append(idle)
-                beyond -= idle.nbytes
-        self._release(going)
 
     def _idle(self) -> list[Range]:
         """Return the segments that are entirely free, the smallest first."""

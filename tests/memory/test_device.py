@@ -53,12 +53,17 @@ def host(monkeypatch):
 )
 def test_a_card(card, configured, to_come, headroom, expected_gib):
     assert device_budget(CUDA, configured, to_come, headroom) == pytest.approx(expected_gib * GIB, abs=1)
+    assert device_usage(CUDA) == {"total": 80 * GIB, "free": 50 * GIB, "held": 20 * GIB}
+    assert device_usage(CPU) is None
 
 
-def test_nccl_takes_more(card, monkeypatch):
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_backend", lambda: "nccl")
-    assert device_budget(CUDA, None, 0, 0.0) == 56 * GIB
+def test_nccl_takes_more_and_a_process_may_be_limited_to_a_part(card, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.distributed, "is_initialized", lambda: True)
+        patch.setattr(torch.distributed, "get_backend", lambda: "nccl")
+        assert device_budget(CUDA, None, 0, 0.0) == 56 * GIB
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 0.25)
+    assert device_budget(CUDA, None, 0, 0.0) == int(8 * 0.95 * GIB)  # 20 of 80, less what is in use, and for the driver
 
 
 def test_what_the_allocator_lost_is_left_alone(card, monkeypatch):
@@ -136,27 +141,12 @@ def test_without_a_context_nothing_is_split_and_none_is_made(settings, monkeypat
     assert settings == ["max_split_size_mb:32"] and device_memory._blocks_are_whole
 
 
-def test_a_process_that_is_limited_to_a_part_of_the_card(card, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 0.25)
-    assert device_budget(CUDA, None, 0, 0.0) == int(
-        8 * 0.95 * GIB
-    )  # 20 of 80, less what is in use, and for what the driver loads late
-
-
-def test_a_cards_usage_for_reports(card):
-    assert device_usage(CUDA) == {"total": 80 * GIB, "free": 50 * GIB, "held": 20 * GIB}
-    assert device_usage(CPU) is None
-
-
 def test_a_cpu_shares_the_host_with_the_other_ranks(host):
     assert device_budget(CPU, None, 0, HEADROOM) == int(100 * GIB * (1 - HEADROOM)) // 4
     assert device_budget(CPU, None, GIB, UNSEEN) == int(100 * GIB * (1 - UNSEEN)) // 4 - GIB
     assert device_budget(CPU, None, 0, 0.0) == 25 * GIB
     assert device_budget(CPU, None, 500 * GIB, UNSEEN) == 0
-
-
-def test_what_is_configured_for_a_cpu_is_for_activations(host):
-    assert device_budget(CPU, 1.5, 500 * GIB, UNSEEN) == int(1.5 * GIB)
+    assert device_budget(CPU, 1.5, 500 * GIB, UNSEEN) == int(1.5 * GIB), "what is configured is for activations"
 
 
 def test_states_that_the_first_step_will_make():

@@ -20,112 +20,61 @@ def unlimited(monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
 
-def node(root: Path, cgroup: str, free_gib: float = 100) -> Path:
-    write(root / "proc/meminfo", f"MemTotal: 999999999 kB\nMemFree: 1 kB\nMemAvailable:   {int(free_gib * (1 << 20))} kB\n")
-    write(root / "proc/self/cgroup", cgroup)
-    return root
-
-
 def write(path: Path, text: object) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"{text}\n")
 
 
-def v2(root: Path, group: str, limit_gib: float | str, used_gib: float = 0, cache_gib: float = 0) -> None:
-    folder = root / "sys/fs/cgroup" / group
-    write(folder / "memory.max", limit_gib if isinstance(limit_gib, str) else int(limit_gib * GIB))
-    write(folder / "memory.current", int(used_gib * GIB))
-    write(folder / "memory.stat", f"anon 5\nfile {int(2 * cache_gib * GIB)}\ninactive_file {int(cache_gib * GIB)}")
-
-
-def v1(root: Path, group: str, limit_gib: float, used_gib: float = 0, cache_gib: float = 0) -> None:
-    folder = root / "sys/fs/cgroup/memory" / group
-    write(folder / "memory.limit_in_bytes", min(NO_LIMIT_V1, int(limit_gib * GIB)))
-    write(folder / "memory.usage_in_bytes", int(used_gib * GIB))
-    write(folder / "memory.stat", f"cache 1\ninactive_file 7\ntotal_inactive_file {int(cache_gib * GIB)}")
-
-
-def free_gib(root: Path) -> float:
+def free_gib(root: Path, cgroup: str, *groups: tuple) -> float:
+    """Return the GiB that are free by /proc with 100 GiB and these groups: (version, path, limit, used, reclaimable cache)."""
+    write(root / "proc/meminfo", f"MemTotal: 999999999 kB\nMemFree: 1 kB\nMemAvailable:   {100 << 20} kB\n")
+    write(root / "proc/self/cgroup", cgroup)
+    for version, group, limit, *more in groups:
+        used, cache = [*more, 0, 0][:2]
+        folder = root / "sys/fs/cgroup" / ("memory" if version == 1 else "") / group
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if version == 1 else ("memory.max", "memory.current")
+        write(folder / names[0], limit if isinstance(limit, str) else min(NO_LIMIT_V1, int(limit * GIB)))
+        write(folder / names[1], int(used * GIB))
+        stat = (
+            "cache 1\ninactive_file 7\ntotal_inactive_file" if version == 1 else f"anon 5\nfile {2 * cache * GIB}\ninactive_file"
+        )
+        write(folder / "memory.stat", f"{stat} {cache * GIB}")
     return available_bytes(root=root) / GIB
 
 
-def test_without_cgroups_the_kernels_word_counts(tmp_path):
-    node(tmp_path, "0::/")
-    assert free_gib(tmp_path) == 100
+NODES = {
+    "without groups": (100, "0::/"),
+    "a container sees its own group as the root": (30, "0::/", (2, "", 40, 10)),
+    "the tightest of nested groups": (15, "0::/s/job/step", (2, "s", 60), (2, "s/job", 40, 25), (2, "s/job/step", 50, 1)),
+    "max is no limit": (100, "0::/s/job", (2, "s", "max", 70), (2, "s/job", "max", 70)),
+    "max below a limit": (10, "0::/s/job", (2, "s", 80, 70), (2, "s/job", "max", 70)),
+    "page cache that can be reclaimed": (22, "0::/job", (2, "job", 40, 38, 20)),
+    "a group that the namespace hides": (12, "0::/../../outside", (2, "", 12)),
+    "a level without the memory controller": (8, "0::/user.slice/session", (2, "user.slice/session", 8)),
+    "version 1, nested": (
+        30,
+        "5:cpu,cpuacct:/elsewhere\n9:memory:/docker/abc\n0::/unified",
+        (1, "", NO_LIMIT_V1 / GIB, 90),
+        (1, "docker", 64, 30),
+        (1, "docker/abc", 48, 20, 2),
+    ),
+    "version 1, mounted at the container's group": (12, "9:memory:/docker/abc", (1, "", 16, 4)),
+    "version 1, controllers mounted together": (16, "3:hugetlb,memory:/job", (1, "job", 16)),
+    "an exhausted group": (0, "0::/", (2, "", 4, 5)),
+    "a path with a colon": (6, "0::/kubepods/pod:1", (2, "kubepods/pod:1", 6)),
+}
+
+
+@pytest.mark.parametrize("name", NODES)
+def test_the_tightest_limit_counts(name, tmp_path):
+    expected, cgroup, *groups = NODES[name]
+    assert free_gib(tmp_path, cgroup, *groups) == expected
+
+
+def test_without_a_list_of_groups_the_kernels_word_counts(tmp_path):
+    free_gib(tmp_path, "0::/")
     (tmp_path / "proc/self/cgroup").unlink()
-    assert free_gib(tmp_path) == 100
-
-
-def test_v2_in_a_namespace(tmp_path):
-    """A container sees its own group as the root."""
-    v2(node(tmp_path, "0::/"), "", 40, used_gib=10)
-    assert free_gib(tmp_path) == 30
-
-
-def test_v2_nested_groups_the_tightest_counts(tmp_path):
-    node(tmp_path, "0::/slice/job/step")
-    v2(tmp_path, "slice", 60)
-    v2(tmp_path, "slice/job", 40, used_gib=25)
-    v2(tmp_path, "slice/job/step", 50, used_gib=1)
-    assert free_gib(tmp_path) == 15
-
-
-def test_v2_max_is_no_limit(tmp_path):
-    node(tmp_path, "0::/slice/job")
-    v2(tmp_path, "slice", "max", used_gib=70)
-    v2(tmp_path, "slice/job", "max", used_gib=70)
-    assert free_gib(tmp_path) == 100
-    v2(tmp_path, "slice", 80, used_gib=70)
-    assert free_gib(tmp_path) == 10
-
-
-def test_page_cache_that_can_be_reclaimed_counts_as_free(tmp_path):
-    v2(node(tmp_path, "0::/job"), "job", 40, used_gib=38, cache_gib=20)
-    assert free_gib(tmp_path) == 22
-
-
-def test_v2_group_that_the_namespace_hides(tmp_path):
-    node(tmp_path, "0::/../../outside")
-    v2(tmp_path, "", 12)
-    assert free_gib(tmp_path) == 12
-
-
-def test_v2_without_the_memory_controller(tmp_path):
-    node(tmp_path, "0::/user.slice/session")
-    write(tmp_path / "sys/fs/cgroup/user.slice/cgroup.procs", "1")
-    v2(tmp_path, "user.slice/session", 8)
-    assert free_gib(tmp_path) == 8
-
-
-def test_v1_nested(tmp_path):
-    node(tmp_path, "5:cpu,cpuacct:/elsewhere\n9:memory:/docker/abc\n0::/unified")
-    v1(tmp_path, "", NO_LIMIT_V1 / GIB, used_gib=90)
-    v1(tmp_path, "docker", 64, used_gib=30)
-    v1(tmp_path, "docker/abc", 48, used_gib=20, cache_gib=2)
-    assert free_gib(tmp_path) == 30
-
-
-def test_v1_mounted_at_the_containers_group(tmp_path):
-    node(tmp_path, "9:memory:/docker/abc")
-    v1(tmp_path, "", 16, used_gib=4)
-    assert free_gib(tmp_path) == 12
-
-
-def test_v1_controllers_mounted_together(tmp_path):
-    node(tmp_path, "3:hugetlb,memory:/job")
-    v1(tmp_path, "job", 16)
-    assert free_gib(tmp_path) == 16
-
-
-def test_an_exhausted_group_leaves_nothing(tmp_path):
-    v2(node(tmp_path, "0::/"), "", 4, used_gib=5)
-    assert free_gib(tmp_path) == 0
-
-
-def test_a_path_with_a_colon(tmp_path):
-    node(tmp_path, "0::/kubepods/pod:1")
-    v2(tmp_path, "kubepods/pod:1", 6)
-    assert free_gib(tmp_path) == 6
+    assert available_bytes(root=tmp_path) == 100 * GIB
 
 
 @pytest.fixture

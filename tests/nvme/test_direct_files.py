@@ -158,16 +158,10 @@ def test_files_grow_as_they_are_wanted_and_no_further(make, monkeypatch, small_s
     assert sizes() == [8 * SMALL] * 2
 
 
-def test_a_budget_is_allocated_at_once_where_it_is_given(make):
-    files = make(directories=2, budget=8 * STRIPE, preallocate=True)
-    assert [os.fstat(file.handle).st_blocks * 512 for file in files._files] == [4 * STRIPE] * 2
-
-
-def test_a_budget_below_one_row_is_none(make):
-    assert make(directories=3, budget=3 * STRIPE - 1, preallocate=True).budget == 0
-
-
-def test_a_lower_limit_is_whole_rows(make, small_stripes):
+def test_a_budget_is_whole_rows_and_allocated_at_once_where_it_is_given(make, small_stripes):
+    files = make(directories=2, budget=8 * SMALL, preallocate=True)
+    assert [os.fstat(file.handle).st_blocks * 512 for file in files._files] == [4 * SMALL] * 2
+    assert make(directories=3, budget=3 * SMALL - 1, preallocate=True).budget == 0
     files = make(directories=3, budget=30 * SMALL)
     files.limit(8 * SMALL)
     files.extent(6 * SMALL, "a test")
@@ -195,13 +189,18 @@ def test_a_disk_that_is_full_from_the_start_leaves_nothing(tmp_path, monkeypatch
 # ---- order
 
 
+def held_back(files: Files) -> tuple[object, threading.Event]:
+    """Return an event of a copy stream, and what lets that stream go on to it."""
+    may_go = threading.Event()
+    files.streams._queues[D2H].put((may_go.wait,))
+    return files.streams.mark(D2H), may_go
+
+
 def test_a_transfer_waits_for_its_events(make):
     files, slab = make(), slab_of(8)
     block = slab.allocate(4 * PAGE, "a test")
     fill(block, 1)
-    may_go = threading.Event()
-    files.streams._queues[D2H].put((may_go.wait,))
-    sent = files.streams.mark(D2H)
+    sent, may_go = held_back(files)
     extent = files.extent(block.nbytes, "a test")
     write = files.write(block, extent, (sent,))
     time.sleep(0.02)
@@ -216,9 +215,8 @@ def test_a_transfer_waits_for_its_events(make):
 
 def test_waiting_beside_ends_with_compute(make):
     files, slab = make(), slab_of(8)
-    block, may_go = slab.allocate(PAGE, "a test"), threading.Event()
-    files.streams._queues[D2H].put((may_go.wait,))
-    write = files.write(block, files.extent(PAGE, "a test"), (files.streams.mark(D2H),))
+    sent, may_go = held_back(files)
+    write = files.write(slab.allocate(PAGE, "a test"), files.extent(PAGE, "a test"), (sent,))
     assert not files.wait_beside(write, files.streams.mark("compute"))
     assert files.stall_s == 0
     threading.Timer(0.05, may_go.set).start()
@@ -260,20 +258,6 @@ def test_each_call_refused_in_turn(name, number, nth, make, monkeypatch, small_s
     assert len(calls) >= nth
     assert torch.equal(files.load(extent, block), wanted)
     move(block)
-
-
-@pytest.mark.parametrize("name", ["pwritev", "preadv"])
-@pytest.mark.parametrize("pages", [1, 3, 15])
-def test_short_calls_go_on(name, pages, make, monkeypatch, small_stripes):
-    files, slab = make(directories=2), slab_of(200)
-    block = slab.allocate(5 * SMALL, "a test")
-    fill(block, 1)
-    wanted = content(block)
-    calls = faulty(monkeypatch, name, 2, lambda real, handle, buffers, at: real(handle, [buffers[0][: pages * PAGE]], at))
-    extent = files.store(block)
-    fill(block, 2)
-    assert torch.equal(files.load(extent, block), wanted)
-    assert len(calls) == 6 and SMALL - pages * PAGE in calls
 
 
 @pytest.mark.parametrize("views", [1, 7, 512])
@@ -334,10 +318,8 @@ def test_closing_ends_threads_and_gives_the_space_back_also_while_it_is_referred
 
 def test_closing_waits_for_what_is_under_way(tmp_path):
     files, slab = Files(tmp_path), slab_of(8)
-    block = slab.allocate(PAGE, "a test")
-    may_go = threading.Event()
-    files.streams._queues[D2H].put((may_go.wait,))
-    write = files.write(block, files.extent(PAGE, "a test"), (files.streams.mark(D2H),))
+    sent, may_go = held_back(files)
+    write = files.write(slab.allocate(PAGE, "a test"), files.extent(PAGE, "a test"), (sent,))
     threading.Timer(0.05, may_go.set).start()
     files.close()
     assert files.done(write) and write.failure is None
@@ -350,9 +332,8 @@ def test_files_that_are_never_closed_end_once_their_transfers_are_over(tmp_path)
     fill(block, 1)
     extent, wanted = files.store(block), content(block)
     fill(block, 2)
-    may_go = threading.Event()
-    files.streams._queues[D2H].put((may_go.wait,))
-    files.read(extent, block, (files.streams.mark(D2H),))
+    sent, may_go = held_back(files)
+    files.read(extent, block, (sent,))
     gone, streams = weakref.ref(files), files.streams
     del files
     gc.collect()

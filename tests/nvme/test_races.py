@@ -23,8 +23,8 @@ from tests.swap.ordered import OrderedStreams, OrderError
 from tests.swap.rig import attached
 from tests.swap.schedules import Setup, differing, play
 
-SCHEDULES = 200
-GROUPS = 100
+SCHEDULES = 64
+GROUPS = 16
 DAILY = 1
 """A group whose schedules read from files; many are too short."""
 ORDERED_SCHEDULES = 24

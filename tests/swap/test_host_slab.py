@@ -294,18 +294,3 @@ def test_a_refusal_while_segments_are_replaced_counts_them(monkeypatch):
     assert host.budget.offer[0] == 3 * PAGE
     assert host.used == 0 and sum(system.held) == host.size <= 3 * PAGE
     assert host.allocate(3 * PAGE, "as much as before").nbytes == 3 * PAGE
-
-
-@pytest.mark.parametrize("kept", [0, 1])
-def test_a_lower_budget_is_kept_from_the_next_block_on(monkeypatch, kept):
-    """What is allocated does not go, idle memory does."""
-    system = System(monkeypatch)
-    host = slab(10)
-    blocks = allocated(host, 4, 3, 2, 1)
-    while len(blocks) > kept:
-        host.free(blocks.pop())
-    host.budget.nbytes = 5 * PAGE
-    blocks += allocated(host, 1 if kept else 5)
-    assert host.used == host.size == sum(system.held) == 5 * PAGE
-    with pytest.raises(MemoError, match=r"0 of .* GiB are left"):
-        host.allocate(PAGE, "z")

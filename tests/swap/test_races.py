@@ -22,8 +22,8 @@ from tests.swap.races import SHOWS_IN_GRADIENTS, noticed, racing, tell
 from tests.swap.rig import attached
 from tests.swap.schedules import Setup, differing, play
 
-SCHEDULES = 220
-GROUPS = 20
+SCHEDULES = 88
+GROUPS = 8
 ORDERED_SCHEDULES = 24
 ACTIONS = 6
 
