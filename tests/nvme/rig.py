@@ -14,6 +14,7 @@ import ds_memo.runtime.session as session_module
 from ds_memo.nvme import direct_files
 from ds_memo.nvme.home import FileHome
 from ds_memo.runtime.session import Session
+from ds_memo.swap.engine import SwapEngine
 from ds_memo.swap.host_slab import HostSlab
 from ds_memo.swap.pinned_segments import PAGE
 from ds_memo.units import GIB
@@ -70,6 +71,7 @@ def attached_with_files(
     host_bytes: int,
     home: type[FileHome] = FileHome,
     slab: type[HostSlab] = Watched,
+    engine: type[SwapEngine] = SwapEngine,
 ) -> Iterator[Session]:
     """Attach over files below a path, to a host of so many bytes. A checker of order also follows the files."""
     open_files = session_module.open_files
@@ -82,4 +84,4 @@ def attached_with_files(
     with ExitStack() as patches:
         patches.enter_context(mock.patch.object(session_module, "FileHome", home))
         patches.enter_context(mock.patch.object(session_module, "open_files", opened))
-        yield patches.enter_context(attached(model, streams, config | more, slab=slab))
+        yield patches.enter_context(attached(model, streams, config | more, engine, slab))

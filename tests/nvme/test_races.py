@@ -17,7 +17,7 @@ from ds_memo.swap.stream_protocol import H2D
 from ds_memo.swap.streams import ThreadStreams
 from tests.everyday import everyday
 from tests.nvme.rig import FRAMES, Watched, attached_with_files, late_files
-from tests.swap import scenarios
+from tests.swap import races, scenarios
 from tests.swap.delayed import DelayedStreams
 from tests.swap.ordered import OrderedStreams, OrderError
 from tests.swap.rig import attached
@@ -79,21 +79,16 @@ STORY_HOST = 3
 
 def tell(story, streams, path, home: type[FileHome] = FileHome) -> dict[str, torch.Tensor]:
     """Train as a story says, with files behind a host of so many frames."""
-    model = scenarios.stack(story)
-    watching = streams if isinstance(streams, OrderedStreams) else nullcontext()
-    config = {"alpha": 0.5, "resident_layers": scenarios.RESIDENTS.get(story, 0)}
     host = STORY_HOST * told_by_host(story)[1]
-    with watching, attached_with_files(model, streams, config, path, host, home) as memo:
-        return story(memo, model, scenarios.batches())
+    attach = functools.partial(attached_with_files, path=path, host_bytes=host, home=home)
+    return races.tell(story, streams, slab=Watched, attach=attach)
 
 
 @functools.cache
 def told_by_host(story) -> tuple[dict[str, torch.Tensor], int]:
     """Return a story's results from the host home, and the bytes of its largest frame."""
-    model, Watched.largest = scenarios.stack(story), 0
-    config = {"alpha": 0.5, "resident_layers": scenarios.RESIDENTS.get(story, 0)}
-    with attached(model, ThreadStreams(), config, slab=Watched) as memo:
-        return story(memo, model, scenarios.batches()), Watched.largest
+    Watched.largest = 0
+    return races.tell(story, ThreadStreams(), slab=Watched), Watched.largest
 
 
 @pytest.mark.parametrize("story", everyday(scenarios.STORIES, [scenarios.train, scenarios.abandon_reloads]))

@@ -25,7 +25,7 @@ from tests.deepspeed.test_ulysses import gradients_of_parts
 from tests.distributed_harness.common import DistributedTest
 from tests.models import build
 from tests.nvme.rig import host_of
-from tests.nvme.test_training import accumulate, by_host, settings
+from tests.nvme.test_training import by_host, settings
 
 LAYERS = 8
 MEMO = {"enabled": True, "alpha": 0.5, "resident_layers": 1, "plan": {"enabled": False}}
@@ -151,7 +151,7 @@ model(inputs_embeds=batch.embeds, labels=batch.labels).loss.backward()
 @pytest.mark.parametrize("call", ["pwritev", "preadv"])
 def test_kill_9_in_forward_and_in_backward_leaves_no_file(call, tmp_path):
     before = os.statvfs(tmp_path)
-    _, _, largest = by_host("llama", settings(0.5, 0, None), accumulate, 8)
+    _, _, largest = by_host("llama", settings(0.5, 0, None), 8)
     child = subprocess.run(
         [sys.executable, "-c", KILLED, str(tmp_path), str(host_of(3 * largest)), call],
         capture_output=True,

@@ -26,7 +26,7 @@ from tests.swap.rig import HOST, attached, gradients
 pytestmark = pytest.mark.filterwarnings("ignore::ds_memo.MemoWarning")
 LAYERS = 6
 BATCHES = [Batch.random(2, 33, seed=seed) for seed in range(4)]
-CASES = list(itertools.product(["llama", "neox", "mixtral"], [0.0, 0.5, 1.0], [0, 2], [None, 8]))
+CASES = [("llama", 0.5, 0, None), *itertools.product(["llama", "neox", "mixtral"], [0.0, 1.0], [2], [None, 8])]
 
 
 def model_of(name: str, layers: int = LAYERS) -> torch.nn.Module:
@@ -42,26 +42,11 @@ def accumulate(model) -> None:
         loss_of(model, batch).backward()
 
 
-def two_forwards(model) -> None:
-    accumulate(model)
-    first, second = loss_of(model, BATCHES[0]), loss_of(model, BATCHES[1])
-    first.backward()
-    second.backward()
-
-
-def retain(model) -> None:
-    accumulate(model)
-    loss = loss_of(model, BATCHES[0])
-    loss.backward(retain_graph=True)
-    loss_of(model, BATCHES[1]).backward()
-    loss.backward()
-
-
-def by_host(name: str, config: dict, train, layers: int = LAYERS) -> tuple[dict[str, torch.Tensor], int, int]:
+def by_host(name: str, config: dict, layers: int = LAYERS) -> tuple[dict[str, torch.Tensor], int, int]:
     """Return gradients of the host home, the most bytes that it held, and those of the largest frame."""
     model, Watched.largest = model_of(name, layers), 0
     with attached(model, ThreadStreams(), config, slab=Watched) as memo:
-        train(model)
+        accumulate(model)
         return gradients(model), memo.slab.peak_used, Watched.largest
 
 
@@ -78,7 +63,7 @@ def settings(alpha: float, residents: int, tile: int | None) -> dict:
 
 def test_a_drive_that_fails_is_what_is_blamed(tmp_path, monkeypatch):
     config = settings(0.5, 0, None)
-    wanted, _, largest = by_host("llama", config, accumulate)
+    wanted, _, largest = by_host("llama", config)
     model = model_of("llama")
 
     def full(*_) -> int:
@@ -98,7 +83,7 @@ def test_a_drive_that_fails_is_what_is_blamed(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("name", "alpha", "residents", "tile"), everyday(CASES, [("llama", 0.5, 0, None)]))
 def test_gradients_are_the_host_homes(name, alpha, residents, tile, tmp_path):
     config = settings(alpha, residents, tile)
-    wanted, peak, largest = by_host(name, config, accumulate)
+    wanted, peak, largest = by_host(name, config)
     model, host = model_of(name), max(3 * largest, peak // 2)  # a layer in tiles asks for its room at once
     with late_files(0), attached_with_files(model, DelayedStreams(0), config, tmp_path, host) as memo:
         accumulate(model)
@@ -108,22 +93,9 @@ def test_gradients_are_the_host_homes(name, alpha, residents, tile, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("train", [two_forwards, retain])
-@pytest.mark.parametrize("name", ["llama", "neox", "mixtral"])
-def test_several_graphs_at_once(name, train, tmp_path):
-    config = settings(0.5, 1, None)
-    wanted, _, largest = by_host(name, config, train)
-    model = model_of(name)
-    with late_files(1), attached_with_files(model, DelayedStreams(1), config, tmp_path, 4 * largest) as memo:
-        train(model)
-        assert memo.report()["nvme"]["bytes_read"] > 0
-    assert_equal(gradients(model), wanted)
-
-
-@pytest.mark.slow
 def test_a_host_of_a_tenth_trains_and_without_files_is_refused(tmp_path):
     config = settings(1.0, 0, None)
-    wanted, peak, largest = by_host("llama", config, accumulate, layers=40)
+    wanted, peak, largest = by_host("llama", config, layers=40)
     tenth = peak // 10 // PAGE * PAGE
     assert tenth >= 3 * largest
     model = model_of("llama", 40)
@@ -141,28 +113,10 @@ def test_a_host_of_a_tenth_trains_and_without_files_is_refused(tmp_path):
 
 
 @pytest.mark.slow
-def test_two_models_in_turns_share_the_host(tmp_path):
-    config = settings(0.5, 0, None)
-    wanted, _, largest = by_host("llama", config, accumulate)
-    models = [model_of("llama"), model_of("llama")]
-    with (
-        attached_with_files(models[0], ThreadStreams(), config, tmp_path, 4 * largest) as one,
-        attached_with_files(models[1], ThreadStreams(), config, tmp_path, 4 * largest) as two,
-    ):
-        assert one.slab.pool is two.slab.pool
-        for batch in BATCHES[:3]:
-            for model in models:
-                loss_of(model, batch).backward()
-            assert one.slab.pool.used <= one.slab.pool.limit
-    for model in models:
-        assert_equal(gradients(model), wanted)
-
-
-@pytest.mark.slow
 def test_a_model_that_is_dropped_in_the_middle_leaves_its_host_to_others(tmp_path):
     """Its reads are under way into blocks that the next model gets."""
     config = settings(0.5, 0, None)
-    wanted, _, largest = by_host("llama", config, accumulate)
+    wanted, _, largest = by_host("llama", config)
     other = model_of("llama")
     with attached_with_files(other, ThreadStreams(), config, tmp_path, 4 * largest) as memo:
         section = HOST | config | {"nvme": {"path": str(tmp_path), "gib": FILES_GIB}, "host_memory_gib": host_of(4 * largest)}
@@ -179,28 +133,11 @@ def test_a_model_that_is_dropped_in_the_middle_leaves_its_host_to_others(tmp_pat
             assert_equal(gradients(other), wanted)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("when", ["after a forward", "in a backward"])
-def test_detaching_in_the_middle(when, tmp_path):
-    config = settings(0.5, 0, None)
-    _, _, largest = by_host("llama", config, accumulate)
-    model = model_of("llama")
-    with late_files(0, delays_s=(5e-3,)), attached_with_files(model, DelayedStreams(0), config, tmp_path, 3 * largest) as memo:
-        accumulate(model)
-        loss = loss_of(model, BATCHES[0])
-        if when == "in a backward":
-            torch.autograd.grad(loss, [next(model.model.layers[-1].parameters())], retain_graph=True)
-        memo.detach()
-        assert memo.slab.used == 0
-        with pytest.raises(MemoError, match="after ds_memo was detached"):
-            loss.backward()
-
-
 def test_nothing_stays_in_the_page_cache(tmp_path):
     """No page that was written can be read without waiting. The negative control reads through the cache first."""
     config = settings(1.0, 0, None)
     model = model_of("llama")
-    _, _, largest = by_host("llama", config, accumulate)
+    _, _, largest = by_host("llama", config)
     with attached_with_files(model, ThreadStreams(), config, tmp_path, 3 * largest) as memo:
         accumulate(model)
         (file,) = memo.engine.home.files._files

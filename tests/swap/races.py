@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -40,13 +40,18 @@ def racing(
 
 
 def tell(
-    story: Any, streams: Any, engine: type[SwapEngine] = SwapEngine, slab: type[HostSlab] = HostSlab, **more: Any
+    story: Any,
+    streams: Any,
+    engine: type[SwapEngine] = SwapEngine,
+    slab: type[HostSlab] = HostSlab,
+    attach: Callable[..., Any] = attached,
+    **more: Any,
 ) -> dict[str, torch.Tensor]:
     """Train as a story says; return its results."""
     model = scenarios.stack(story)
     watching = streams if isinstance(streams, OrderedStreams) else nullcontext()
     config = {"alpha": 0.5, "resident_layers": scenarios.RESIDENTS.get(story, 0), **more}
-    with watching, attached(model, streams, config, engine, slab) as memo:
+    with watching, attach(model, streams, config, engine=engine, slab=slab) as memo:
         return story(memo, model, scenarios.batches())
 
 

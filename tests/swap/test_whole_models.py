@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 from contextlib import suppress
 
 import pytest
@@ -193,7 +192,7 @@ STORIES = [
 @pytest.mark.filterwarnings("ignore::ds_memo.MemoWarning")
 @pytest.mark.parametrize(
     "blocks, resident",
-    everyday(itertools.product(("attention", "mlp"), (0, 1, 2, 4)), [("attention", 1), ("mlp", 0)]),
+    everyday([("attention", 0), ("attention", 1), ("attention", 4), ("mlp", 0), ("mlp", 2)], [("attention", 1), ("mlp", 0)]),
 )
 @pytest.mark.parametrize("story", STORIES, ids=lambda story: story.__name__)
 def test_unforeseen_orders(story, blocks, resident):
