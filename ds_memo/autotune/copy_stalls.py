@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from ds_memo.solve.costs import RunCosts
 from ds_memo.solve.schedule import Schedule
-from ds_memo.solve.solver import Solution
+from ds_memo.solve.solution import Solution
 from ds_memo.swap.stream_protocol import Streams
 
 SETTLING = 3

@@ -44,7 +44,7 @@ from ds_memo.solve.costs import RunCosts
 from ds_memo.solve.headroom import Candidate, shortest
 from ds_memo.solve.memory import bytes_of_layers
 from ds_memo.solve.refusals import NothingFits
-from ds_memo.solve.solver import Solution
+from ds_memo.solve.solution import Solution
 from ds_memo.tiles.probe import BY_MODULE
 from ds_memo.units import GIB
 

@@ -13,11 +13,10 @@ from functools import lru_cache
 import numpy as np
 
 from ds_memo.placement import Placement, PlacementKind
+from ds_memo.solve.alpha import ALPHA_STEPS
 from ds_memo.solve.costs import LayerCosts, RunCosts, TileCosts
 from ds_memo.solve.kinds import ON_DEVICE, RECOMPUTES_ATTENTION, Kinds, swapped
 
-ALPHA_STEPS = 10_000
-"""Alpha is rounded down to a multiple of 1 / ALPHA_STEPS: that reads better, and rounding down keeps every budget."""
 PARTS = ("frames", "reload_buffers", "layer", "head", "non_layer")
 """Parts of the device bytes: frames that stay on the device; frames on their way out or back; the running layer without its
 frame; non-layer memory between forward and backward, and at other times."""
@@ -25,7 +24,7 @@ frame; non-layer memory between forward and backward, and at other times."""
 
 def device_bytes(run: RunCosts, kinds: Kinds, alpha: float) -> int:
     """Return the most bytes alive at once in a pass."""
-    return sum(device_bytes_by_part(run, kinds, alpha).values())
+    return int(_moments(run, kinds, alpha).sum(axis=0).max())
 
 
 def device_bytes_by_part(run: RunCosts, kinds: Kinds, alpha: float) -> dict[str, int]:
@@ -92,7 +91,7 @@ def host_cap(layers: Sequence[LayerCosts], budget: int) -> float:
         placement = Placement(PlacementKind.SWAPPED, steps / ALPHA_STEPS)
         return sum(count * layer.host_bytes(placement) for layer, count in kinds) <= budget
 
-    return most_that_fit(ALPHA_STEPS, fits) / ALPHA_STEPS
+    return 1.0 if fits(ALPHA_STEPS) else most_that_fit(ALPHA_STEPS, fits) / ALPHA_STEPS
 
 
 def most_that_fit(high: int, fits: Callable[[int], bool]) -> int:

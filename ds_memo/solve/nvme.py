@@ -9,19 +9,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
+from ds_memo.solve.alpha import best_alpha
 from ds_memo.solve.costs import RunCosts
 from ds_memo.solve.kinds import Kinds
-from ds_memo.solve.memory import ALPHA_STEPS, device_bytes, swapped_bytes
-from ds_memo.solve.nvme_schedule import NvmeSchedule
+from ds_memo.solve.memory import device_bytes, swapped_bytes
 from ds_memo.solve.refusals import of_budget
-from ds_memo.solve.schedule import Step
+from ds_memo.solve.schedule import Schedule, Step
+from ds_memo.solve.solution import Solution, judged
 from ds_memo.units import GIB
-
-if TYPE_CHECKING:
-    from ds_memo.solve.solver import Solution
 
 _WORTH = 1e-3
 """Least relative gain for which files are written: drives wear."""
@@ -31,29 +28,13 @@ _ALPHAS = 20
 """Alphas that are tried evenly, before those around the best."""
 
 
-@dataclass(frozen=True)
-class Filed:
-    """Placements with files."""
-
-    kinds: Kinds
-    alpha: float
-    files: int
-    """The swapped layers among the first so many go on to files."""
-    step: Step
-    binding: str = ""
-
-    def written(self, run: RunCosts) -> int:
-        """Return the bytes that a step writes."""
-        return sum(NvmeSchedule(run, self.kinds).blocks(self.alpha)[: self.files])
-
-
 def larger_host(run: RunCosts) -> RunCosts:
     """Return the run with the files' budget on the host: the bytes that may be kept in all."""
     assert run.nvme is not None
     return replace(run, host_budget=run.host_budget + run.nvme.budget)
 
 
-def with_files(run: RunCosts, solved: Callable[[int], Solution | None], best_s: float) -> Filed | None:
+def with_files(run: RunCosts, solved: Callable[[int], Solution | None], best_s: float) -> Solution | None:
     """Return the shortest step with files; None: none is shorter than `best_s` seconds, the best without.
 
     Args:
@@ -69,27 +50,24 @@ def with_files(run: RunCosts, solved: Callable[[int], Solution | None], best_s: 
         if found is None or found.step_s >= best_s * (1 - _WORTH):
             continue
         filed = _best_alpha(run, found)
-        if filed is not None and filed.step.seconds < best_s * (1 - _WORTH):
-            best, best_s = filed, filed.step.seconds
+        if filed is not None and filed.step_s < best_s * (1 - _WORTH):
+            best, best_s = filed, filed.step_s
         if best_s <= everything.step_s * (1 + _WORTH):
             break
     return best and replace(best, binding=_binding(run, best, everything))
 
 
-def configured(run: RunCosts, kinds: Kinds, alpha: float) -> Filed | None:
-    """Return the step with files at a configured alpha; None: they do not help, and `refused` says why."""
+def configured(run: RunCosts, kinds: Kinds, alpha: float) -> Solution | None:
+    """Return the solution with files at a configured alpha; None: they do not help, and `refused` says why."""
     if refused(run, kinds, alpha) is not None:
         return None
-    schedule = NvmeSchedule(run, kinds)
-    files = schedule.files(alpha)
-    assert files is not None
-    filed = Filed(kinds, alpha, files, schedule.at(alpha, files))
-    return replace(filed, binding=f"as configured: NVMe writes {filed.written(run) / GIB:.4g} GiB a step at alpha {alpha:.4g}")
+    filed = judged(run, alpha, kinds, "", Schedule(run, kinds).files(alpha) or 0)
+    return replace(filed, binding=f"as configured: NVMe writes {filed.nvme_bytes / GIB:.4g} GiB a step at alpha {alpha:.4g}")
 
 
 def refused(run: RunCosts, kinds: Kinds, alpha: float) -> str | None:
     """Return in words why placements do not fit with files; None: they do."""
-    schedule = NvmeSchedule(run, kinds)
+    schedule = Schedule(run, kinds)
     files = schedule.files(alpha)
     if files is None:
         most = max(schedule.blocks(alpha)) / GIB
@@ -110,68 +88,39 @@ def _host_budgets(run: RunCosts, everything: Solution) -> list[int]:
     return sorted(found, reverse=True)
 
 
-def _best_alpha(run: RunCosts, found: Solution) -> Filed | None:
-    """Return the best alpha for the kinds of a solution; None: at none they fit."""
-    search = _Search(run, found.kinds)
-    search.try_at(found.alpha)
-    if found.alpha in search.tried and search.tried[found.alpha][0].seconds <= found.step_s * (1 + _WORTH):
-        return search.filed()
-    if search.most > 0:
-        for number in range(_ALPHAS + 1):
-            search.try_at(number / _ALPHAS)
-        width = 1 / _ALPHAS
-        while search.tried and width > 1 / ALPHA_STEPS:
-            width /= 2
-            middle = search.best
-            search.try_at(middle - width)
-            search.try_at(middle + width)
-    else:
-        search.try_at(0.0)
-    return search.filed() if search.tried else None
+def _best_alpha(run: RunCosts, found: Solution) -> Solution | None:
+    """Return the solution with the best alpha for the kinds of a solution; None: at none they fit."""
+    schedule = Schedule(run, found.kinds)
+
+    def seconds(alpha: float) -> float:
+        if (files := schedule.files(alpha)) is None:
+            return math.inf
+        step = schedule.at(alpha, files)
+        return step.seconds if why_not(run, schedule, step, files) is None else math.inf
+
+    alpha, best_s = found.alpha, seconds(found.alpha)
+    if best_s > found.step_s * (1 + _WORTH):
+        cap = 1.0 if device_bytes(run, found.kinds, 1.0) <= run.device_budget else 0.0
+        alpha = min(best_alpha(seconds, cap, _ALPHAS), found.alpha, key=seconds)
+        best_s = seconds(alpha)
+    return judged(run, alpha, found.kinds, "", schedule.files(alpha) or 0) if best_s < math.inf else None
 
 
-class _Search:
-    """Steps at several alphas, for given kinds."""
-
-    def __init__(self, run: RunCosts, kinds: Kinds) -> None:
-        self.run, self.kinds = run, kinds
-        self.schedule = NvmeSchedule(run, kinds)
-        self.most = 1.0 if device_bytes(run, kinds, 1.0) <= run.device_budget else 0.0
-        self.tried: dict[float, tuple[Step, int]] = {}
-        """Step and number of files, by alpha, where that fits."""
-
-    @property
-    def best(self) -> float:
-        return min(self.tried, key=lambda alpha: self.tried[alpha][0].seconds)
-
-    def try_at(self, alpha: float) -> None:
-        alpha = math.floor(alpha * ALPHA_STEPS + 1e-3) / ALPHA_STEPS
-        if 0 <= alpha <= self.most and alpha not in self.tried and (files := self.schedule.files(alpha)) is not None:
-            step = self.schedule.at(alpha, files)
-            if why_not(self.run, self.schedule, step, files) is None:
-                self.tried[alpha] = step, files
-
-    def filed(self) -> Filed:
-        """Return the best that was tried."""
-        step, files = self.tried[self.best]
-        return Filed(self.kinds, self.best, files, step)
-
-
-def _binding(run: RunCosts, filed: Filed, everything: Solution) -> str:
+def _binding(run: RunCosts, filed: Solution, everything: Solution) -> str:
     """Return the sentence that names what binds.
 
     Args:
         everything: the solution on a host that holds all that files could.
     """
-    written = f"writes {filed.written(run) / GIB:.4g} GiB a step at alpha {filed.alpha:.4g}"
-    if filed.alpha == everything.alpha and filed.step.seconds <= everything.step_s * (1 + _WORTH):
+    written = f"writes {filed.nvme_bytes / GIB:.4g} GiB a step at alpha {filed.alpha:.4g}"
+    if filed.alpha == everything.alpha and filed.step_s <= everything.step_s * (1 + _WORTH):
         return f"{everything.binding}; NVMe {written}"
-    if filed.step.nvme_stall_s > _WAITS * filed.step.seconds:
-        return f"NVMe: {written}, and compute waits {filed.step.nvme_stall_s:.3g} s for files"
+    if filed.nvme_stall_s > _WAITS * filed.step_s:
+        return f"NVMe: {written}, and compute waits {filed.nvme_stall_s:.3g} s for files"
     return f"NVMe: {written}; {refused(run, everything.kinds, everything.alpha) or 'compute would wait for more'}"
 
 
-def why_not(run: RunCosts, schedule: NvmeSchedule, step: Step, files: int) -> str | None:
+def why_not(run: RunCosts, schedule: Schedule, step: Step, files: int) -> str | None:
     """Return in words why a step must not write so much; None: it may."""
     nvme, written = run.nvme, sum(schedule.blocks(step.alpha)[:files])
     assert nvme is not None

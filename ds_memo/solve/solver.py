@@ -16,17 +16,16 @@ files                where drives are behind the host and a larger one would mak
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
 
-from ds_memo.placement import Placement, PlacementKind
 from ds_memo.solve.alpha import best_alpha
 from ds_memo.solve.costs import LayerCosts, RunCosts
 from ds_memo.solve.kinds import RECOMPUTES_ATTENTION, WITHOUT_GEMMS, Kinds, count, place, swapped
 from ds_memo.solve.last_resort import last_resort
-from ds_memo.solve.memory import ALPHA_STEPS, device_bytes, device_bytes_by_part, host_cap, most_that_fit, swapped_bytes
-from ds_memo.solve.nvme import Filed, configured, larger_host, refused, with_files
+from ds_memo.solve.memory import device_bytes, host_cap, most_that_fit, swapped_bytes
+from ds_memo.solve.nvme import configured, larger_host, refused, with_files
 from ds_memo.solve.refusals import (
     NothingFits,
     files_too_small,
@@ -37,52 +36,13 @@ from ds_memo.solve.refusals import (
     too_little_device_memory,
     too_little_host_memory,
 )
-from ds_memo.solve.schedule import Schedule, Step
+from ds_memo.solve.schedule import Schedule
+from ds_memo.solve.solution import Solution, judged
 
 _SHORTER = 1e-6
 """Least relative gain for a step to count as shorter."""
 _STALLS = 1e-3
 """Share of a step. If compute waits longer than this for copies, fewer copies are tried."""
-
-
-@dataclass(frozen=True)
-class Solution:
-    """The solver's answer for one rank."""
-
-    alpha: float
-    """Share of rows on the host, of all swapped layer calls."""
-    placements: tuple[Placement, ...]
-    """By layer call, in the order of the forward."""
-    step_s: float
-    """Predicted seconds of a forward and backward, with head and loss."""
-    d2h_stall_s: float
-    h2d_stall_s: float
-    host_bytes: int
-    """Predicted bytes of host blocks in host memory, at most."""
-    device_bytes_by_part: Mapping[str, int]
-    """Predicted bytes at the peak, beyond parameters, gradients and optimizer states, by ds_memo.solve.memory.PARTS."""
-    binding: str
-    """The constraint that set alpha or the residents, one sentence."""
-    nvme_bytes: int = 0
-    """Predicted bytes that a step writes to files. It reads no more than that."""
-    nvme_stall_s: float = 0.0
-
-    @property
-    def device_bytes(self) -> int:
-        return sum(self.device_bytes_by_part.values())
-
-    @property
-    def kinds(self) -> tuple[PlacementKind, ...]:
-        return tuple(placement.kind for placement in self.placements)
-
-    @property
-    def no_recompute(self) -> bool:
-        """True if everything fits: no layer is checkpointed at all."""
-        return all(placement.kind is PlacementKind.NO_RECOMPUTE for placement in self.placements)
-
-    def calls(self, *kinds: PlacementKind) -> list[int]:
-        """Return the layer calls whose placement is of one of these kinds."""
-        return [call for call, placement in enumerate(self.placements) if placement.kind in kinds]
 
 
 def solve(
@@ -126,7 +86,7 @@ def _with_files(run: RunCosts, without_files: Callable[[RunCosts], Solution]) ->
     best, reach = solved(run.host_budget), larger_host(run).host_budget
     filed = with_files(run, solved, math.inf if best is None else best.step_s)
     if filed is not None:
-        return _filed(run, filed)
+        return filed
     if best is not None:
         return best
     if (everything := solved(reach)) is None:
@@ -191,7 +151,7 @@ def _at(run: RunCosts, alpha: float, resident_layers: int | None) -> Solution:
     need = swapped_bytes(run, kinds, alpha)
     if need > run.host_budget:
         if run.nvme is not None and (filed := configured(run, kinds, alpha)) is not None:
-            return _filed(run, filed)
+            return filed
         raise too_little_host_memory(run, alpha, kinds, need, None if run.nvme is None else refused(run, kinds, alpha))
     return judged(run, alpha, kinds, f"as configured: {host_use(replace(run, nvme=None), need, alpha)}")
 
@@ -207,7 +167,7 @@ def _swapping(run: RunCosts, resident_layers: int | None, no_recompute: int = 0)
         return judged(run, 1.0, kinds, f"device memory: {_in_words(len(kinds), no_recompute)} in {used} GiB")
     cap = host_cap(layers, run.host_budget)
     schedule = Schedule(run, kinds)
-    alpha = _rounded(best_alpha(schedule, cap))
+    alpha = best_alpha(lambda alpha: schedule.at(alpha).seconds, cap)
     use = host_use(run, swapped_bytes(run, kinds, alpha), alpha)
     if alpha >= 1:
         sentence = f"all rows fit the host and their copies hide: {use}"
@@ -216,11 +176,6 @@ def _swapping(run: RunCosts, resident_layers: int | None, no_recompute: int = 0)
     else:
         sentence = _link(schedule, alpha)
     return judged(run, alpha, kinds, sentence)
-
-
-def _rounded(alpha: float) -> float:
-    """Round down to a multiple of 1 / ALPHA_STEPS, but up if the next one is only a rounding error away."""
-    return math.floor(alpha * ALPHA_STEPS + 1e-3) / ALPHA_STEPS
 
 
 def _checkpointed(run: RunCosts, resident_layers: int | None) -> Solution:
@@ -303,38 +258,11 @@ def _with_rows(run: RunCosts, kinds: Kinds, because: str) -> Solution:
     """Return the solution for kinds that were packed at alpha 0, with the best alpha that still fits."""
     n, alpha = len(run.layers), 0.0
     if (layers := _swapped_layers(run, kinds)) and _fits(run, kinds, 1.0):
-        alpha = _rounded(best_alpha(Schedule(run, kinds), max(0.0, host_cap(layers, run.host_budget))))
+        schedule = Schedule(run, kinds)
+        alpha = best_alpha(lambda alpha: schedule.at(alpha).seconds, max(0.0, host_cap(layers, run.host_budget)))
     attention, gemms = count(kinds, RECOMPUTES_ATTENTION), count(kinds, WITHOUT_GEMMS)
     again = f"{attention} of {n} layers recompute attention; " if attention else ""
     without = f"{gemms} of {n} layers stay on the device without GEMM outputs; " if gemms else ""
     on_host = f"{of_budget(swapped_bytes(run, kinds, alpha), run.host_budget)} GiB of {host_words(run)} at alpha {alpha:.4g}"
     on_device = f"{of_budget(device_bytes(run, kinds, alpha), run.device_budget)} GiB of device memory"
     return judged(run, alpha, kinds, f"{because}: {again}{without}{on_host}, {on_device}")
-
-
-def judged(run: RunCosts, alpha: float, kinds: Kinds, binding: str) -> Solution:
-    """Return the placements with their predicted times and bytes. Budgets are not checked."""
-    return _predicted(run, alpha, kinds, Schedule(run, kinds).at(alpha), binding)
-
-
-def _filed(run: RunCosts, filed: Filed) -> Solution:
-    solution = _predicted(run, filed.alpha, filed.kinds, filed.step, filed.binding)
-    files = {call for call in swapped(filed.kinds) if call < filed.files}
-    placements = tuple(replace(one, nvme=True) if call in files else one for call, one in enumerate(solution.placements))
-    host_bytes = min(solution.host_bytes, run.host_budget)
-    return replace(solution, placements=placements, host_bytes=host_bytes, nvme_bytes=filed.written(run))
-
-
-def _predicted(run: RunCosts, alpha: float, kinds: Kinds, step: Step, binding: str) -> Solution:
-    by_kind = [Placement(kind, alpha, tiles=run.tiles) for kind in PlacementKind]
-    return Solution(
-        alpha=alpha,
-        placements=tuple(by_kind[kind] for kind in kinds),
-        step_s=step.seconds,
-        d2h_stall_s=step.d2h_stall_s,
-        h2d_stall_s=step.h2d_stall_s,
-        host_bytes=swapped_bytes(run, kinds, alpha),
-        device_bytes_by_part=device_bytes_by_part(run, kinds, alpha),
-        binding=binding,
-        nvme_stall_s=step.nvme_stall_s,
-    )

@@ -11,7 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ds_memo.solve.schedule import LEAVING, Leg, Schedule
+from ds_memo.solve.legs import Leg
+from ds_memo.solve.schedule import Schedule
 from tests.processes import python
 
 
@@ -19,7 +20,7 @@ def best_alphas(jobs: list[tuple[Schedule, float]], answers: Path) -> list[float
     """Return for each schedule the alpha from 0 to its cap with the shortest step; `answers` is a file to write."""
     asked = [
         {
-            "head_s": schedule.head_s,
+            "head_s": schedule.run.head_s,
             "cap": cap,
             "scale": schedule.at(0.0).seconds or 1.0,
             "legs": [vars(leg) for leg in schedule.legs],
@@ -49,7 +50,7 @@ def _solve(mip: Any, legs: list[Leg], head_s: float, cap: float, scale: float) -
     out = back = now
     leaving: list[Any] = []
     for leg in legs:
-        while len(leaving) >= LEAVING:
+        while len(leaving) >= 2:
             now = not_before(now, leaving.pop(0))
         for after, seconds, per_alpha in leg.copies:
             out = not_before(out, now + after / scale) + affine(seconds, per_alpha)

@@ -12,7 +12,6 @@ from ds_memo.placement import Tiles
 from ds_memo.solve.costs import NvmeCosts, RunCosts
 from ds_memo.solve.refusals import NothingFits
 from ds_memo.solve.solver import Solution, solve
-from tests.everyday import everyday
 from tests.placements import sets
 from tests.solve.runs import layer, random_run, run
 from tests.solve.test_tiles import tiled
@@ -83,24 +82,24 @@ def test_a_run_that_fits_no_other_way() -> None:
     assert solution.binding.startswith("NVMe: writes") and "compute waits" in solution.binding
 
 
-@pytest.mark.parametrize("seed", everyday(range(60), range(0, 60, 10)))
-def test_every_solution_keeps_its_budgets_and_takes_the_engines_time(seed: int) -> None:
-    costs = random_run(seed)
-    nvme = NvmeCosts(
-        int(costs.host_budget * (seed % 5)), costs.d2h_bytes_per_s / (1 + seed % 7), costs.h2d_bytes_per_s / (1 + seed % 3)
-    )
-    costs = replace(costs, host_budget=costs.host_budget // 4, nvme=nvme)
-    try:
-        solution = solve(costs)
-    except NothingFits:
-        with pytest.raises(NothingFits):
-            solve(replace(costs, nvme=None))
-        return
-    assert solution.nvme_bytes <= nvme.budget and solution.host_bytes <= costs.host_budget
-    assert solution.device_bytes <= costs.device_budget
-    engine = simulate(costs, solution.placements)  # it raises where a block has no room
-    assert engine.seconds == pytest.approx(solution.step_s, rel=1e-9)
-    assert engine.nvme_stall_s == pytest.approx(solution.nvme_stall_s, abs=1e-9 * engine.seconds)
+@pytest.mark.slow
+def test_every_solution_keeps_its_budgets_and_takes_the_engines_time() -> None:
+    for seed in range(60):
+        costs = random_run(seed)
+        rates = costs.d2h_bytes_per_s / (1 + seed % 7), costs.h2d_bytes_per_s / (1 + seed % 3)
+        nvme = NvmeCosts(int(costs.host_budget * (seed % 5)), *rates)
+        costs = replace(costs, host_budget=costs.host_budget // 4, nvme=nvme)
+        try:
+            solution = solve(costs)
+        except NothingFits:
+            with pytest.raises(NothingFits):
+                solve(replace(costs, nvme=None))
+            continue
+        assert solution.nvme_bytes <= nvme.budget and solution.host_bytes <= costs.host_budget, seed
+        assert solution.device_bytes <= costs.device_budget, seed
+        engine = simulate(costs, solution.placements)  # it raises where a block has no room
+        assert engine.seconds == pytest.approx(solution.step_s, rel=1e-9), seed
+        assert engine.nvme_stall_s == pytest.approx(solution.nvme_stall_s, abs=1e-9 * engine.seconds), seed
 
 
 def test_layers_in_tiles() -> None:

@@ -1,0 +1,235 @@
+"""Clocks of the files behind the host in one step: the schedule of ds_memo.nvme.home.
+
+A block's position is the sum of the blocks before it. The host holds the blocks from one position to another, and drops the first
+of them as it needs room.
+
+    forward    a block is written once its copies to the host are over, and those before it are written; a layer waits until as
+               many of the first bytes are written as the host has no room for beside its own block
+    backward   as layers' blocks are freed, those below are read; a layer waits until its block is read
+    in tiles   the same, tile by tile: between a layer's first and last tile, bytes are written and read evenly
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+from ds_memo.solve.costs import NvmeCosts
+from ds_memo.solve.legs import Leg
+
+_ROUNDING = 1e-3
+"""Bytes; sums of equal blocks are off by less."""
+
+
+@dataclass(eq=False)
+class _Blocks:
+    """Equal blocks that are written one after another, and read in the opposite order: a layer's tiles, or a single one."""
+
+    begin: int
+    """Position."""
+    count: int
+    nbytes: float
+    """Bytes of each."""
+    in_file: int = 0
+    """How many of the first are in their file alone."""
+    first_written: float = math.inf
+    """When the first is written; of blocks that are not: never."""
+    last_written: float = math.inf
+    reads: list[tuple[int, int, float, float]] = field(default_factory=list)
+    """Each: the blocks from one number to before another were read, from one moment to another."""
+
+    def written(self, number: int) -> float:
+        """Return the moment when the first so many are written."""
+        if number == 1:
+            return self.first_written
+        return self.first_written + (number - 1) / (self.count - 1) * (self.last_written - self.first_written)
+
+    def read_at(self) -> list[float]:
+        """Return the moment when each is on the host."""
+        found = [0.0] * self.count
+        for low, high, begin, end in self.reads:
+            each = (end - begin) / (high - low)
+            found[low:high] = [end - (number - low) * each for number in range(low, high)]
+        return found
+
+
+class Files:
+    """The clocks of writes and reads, and the host's room.
+
+    Args:
+        legs: one per layer.
+        blocks: bytes of each layer's host blocks.
+        apart: bytes of attention's, of a layer in tiles that has a frame for it.
+        files: the swapped blocks of the first so many layers are written.
+    """
+
+    def __init__(
+        self,
+        nvme: NvmeCosts,
+        host_budget: int,
+        legs: Sequence[Leg],
+        blocks: Sequence[int],
+        apart: Sequence[int],
+        alpha: float,
+        files: int,
+    ) -> None:
+        self.stall_s = 0.0
+        """Seconds that compute waited for files."""
+        self._nvme, self._host_budget, self._legs, self._alpha, self._files = nvme, host_budget, legs, alpha, files
+        self._begins = [0, *accumulate(blocks)]
+        self._blocks = [_blocks(*of_layer) for of_layer in zip(legs, self._begins, blocks, apart, strict=False)]
+        self._in_order = [blocks for of_layer in self._blocks for blocks in of_layer]
+        self._write = self._read = 0.0
+        self._at = 0
+        """Number in order: the forward drops what is below, the backward has read what is above."""
+        self._first_passes: dict[Leg, tuple[list[float], list[float], float]] = {}
+        """Seconds to compute and to reload each tile, and of all if no read is late."""
+
+    def _wait(self, now: float, until: float) -> float:
+        """Let compute wait, and return when it goes on."""
+        self.stall_s += max(0.0, until - now)
+        return max(now, until)
+
+    # ---- forward
+
+    def make_room(self, index: int, now: float) -> float:
+        """Wait until the host has room for a layer's blocks, each as it is allocated: tiles' one after another in the layer's
+        heads, attention's behind it. Return when compute goes on."""
+        *apart, tiles = self._blocks[index]
+        begin, leg, budget = self._begins[index], self._legs[index], self._host_budget
+        now = self._drop(begin + tiles.nbytes - budget, now, 0.0)
+        now = self._drop(begin + tiles.count * tiles.nbytes - budget, now, leg.heads_s * (1 - 1 / tiles.count))
+        return self._drop(self._begins[index + 1] - budget, now, leg.attended_s) if apart else now
+
+    def _drop(self, position: float, now: float, after: float) -> float:
+        """Free the host of all blocks up to a position, `after` seconds from now: compute waits until they are written."""
+        if position <= 0:
+            return now
+        while position > (blocks := self._in_order[self._at]).begin + blocks.count * blocks.nbytes + _ROUNDING:
+            blocks.in_file = blocks.count
+            self._at += 1
+        number = min(blocks.count, math.ceil((position - blocks.begin - _ROUNDING) / blocks.nbytes))
+        if number <= 0:
+            return now
+        blocks.in_file = max(blocks.in_file, number)
+        return self._wait(now, blocks.written(number) - after)
+
+    def write(self, index: int, began: float, before: float, now: float, out: float) -> None:
+        """Write a layer's blocks once its forward is over.
+
+        Args:
+            began: when the forward began.
+            before: when the copies of the layers before it are over.
+            out: when its own are.
+        """
+        leg, all_sent = self._legs[index], max(now, out)
+        sent = all_sent
+        if leg.tiles is not None:  # when attention is over, and all copies of what is before; a tile's with its part of the rest
+            copies_s, copied_s = leg.copies_at(self._alpha, until=leg.attended_s)
+            sent = max(began + leg.attended_s, before + copies_s, began + copied_s)
+        for blocks in self._blocks[index]:
+            each = blocks.nbytes / self._nvme.write_bytes_per_s
+            if blocks.count == 1:
+                blocks.first_written = blocks.last_written = self._write = max(self._write, sent) + each
+            else:
+                begin = max(self._write, sent + (leg.forward_s - leg.attended_s) / blocks.count)
+                blocks.first_written = begin + each
+                blocks.last_written = self._write = max(begin + blocks.count * each, all_sent + each)
+
+    # ---- backward
+
+    def written_above(self, index: int, now: float) -> float:
+        """Wait until the blocks of the layer above are written, as they are freed. Return when compute goes on."""
+        if index + 1 < self._files:
+            for blocks in self._blocks[index + 1]:
+                now = self._wait(now, blocks.last_written)
+        return now
+
+    def wait_for_tiles(self, index: int, now: float) -> tuple[float, float]:
+        """Wait for the blocks of a layer in tiles, as its backward comes to them.
+
+        Returns:
+            When compute goes on, and how much longer reloads make it wait.
+        """
+        *apart, tiles = self._blocks[index]
+        leg, longer_s = self._legs[index], 0.0
+        if tiles.reads and tiles.reads[-1][-1] > now:
+            if leg not in self._first_passes:
+                first_pass = leg.first_pass(self._alpha)
+                self._first_passes[leg] = *first_pass, _tile_by_tile(0.0, [0.0] * tiles.count, *first_pass)[0]
+            computes, reloads, at_best_s = self._first_passes[leg]
+            end, waited = _tile_by_tile(now, tiles.read_at(), computes, reloads)
+            later = end - now - at_best_s
+            self.stall_s += waited
+            now, longer_s = now + later, later - waited
+        for attention in apart:  # wanted behind the first pass
+            if attention.reads:
+                now = self._wait(now, attention.reads[-1][-1] - (leg.heads_again_s or 0.0))
+        return now, longer_s
+
+    def is_read(self, index: int) -> float:
+        """Return the moment when a whole layer's block is on the host."""
+        (blocks,) = self._blocks[index]
+        if blocks.in_file:
+            return math.inf
+        return blocks.reads[-1][-1] if blocks.reads else 0.0
+
+    def read_now(self, index: int, now: float, begin: float) -> float:
+        """Read a whole layer's block and wait for it. Return when compute goes on."""
+        self.read_ahead(index, begin, only=True)
+        return self._wait(now, self.is_read(index))
+
+    def read_ahead(self, index: int, begin: float, only: bool = False) -> None:
+        """Read as many blocks as the host has room for: those of a layer whose backward begins and, unless `only` those are
+        wanted, of the layers below.
+
+        Args:
+            begin: when the streams are done with their work so far.
+        """
+        while 0 <= self._at < len(self._in_order) and (not only or self._in_order[self._at].begin >= self._begins[index]):
+            blocks = self._in_order[self._at]
+            held = self._begins[index + 1] - blocks.begin - blocks.in_file * blocks.nbytes
+            number = min(blocks.in_file, math.floor((self._host_budget - held + _ROUNDING) / blocks.nbytes))
+            if number > 0:
+                begun = max(self._read, begin)
+                self._read = begun + number * blocks.nbytes / self._nvme.read_bytes_per_s
+                blocks.reads.append((blocks.in_file - number, blocks.in_file, begun, self._read))
+                blocks.in_file -= number
+            if blocks.in_file:
+                return
+            self._at -= 1
+
+
+def _blocks(leg: Leg, begin: int, nbytes: int, apart: int) -> list[_Blocks]:
+    """Return a layer's blocks in the order of writes: attention's, if it has a frame of its own, and tiles'."""
+    if nbytes == 0:
+        return []
+    if leg.tiles is None:
+        return [_Blocks(begin, 1, nbytes)]
+    count = leg.tiles.count
+    first = [_Blocks(begin, 1, apart)] if apart else []
+    return [*first, _Blocks(begin + apart, count, (nbytes - apart) / count)]
+
+
+def _tile_by_tile(now: float, read_at: list[float], computes: list[float], reloads: list[float]) -> tuple[float, float]:
+    """Return when a pass over a layer's tiles ends, last to first, and how long it waits for reads.
+
+    Args:
+        now: when it begins.
+        read_at: when each tile's block is on the host. A reload is issued one tile ahead if it is there by then.
+        computes, reloads: seconds of each.
+    """
+    waited, back, ahead = 0.0, now, False
+    for number in range(len(read_at) - 1, -1, -1):
+        if not ahead:
+            if (late := read_at[number] - now) > 0:
+                waited, now = waited + late, now + late
+            back = (now if now > back else back) + reloads[number]
+        if back > now:
+            now = back
+        if ahead := number > 0 and read_at[number - 1] <= now:
+            back = now + reloads[number - 1]
+        now += computes[number]
+    return now, waited

@@ -1,0 +1,152 @@
+"""Seconds of one layer in a schedule, as functions of alpha: more rows to copy, fewer to compute. All are affine, or convex."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ds_memo.placement import PlacementKind
+from ds_memo.solve.costs import LayerCosts, RunCosts, TileCosts
+
+
+@dataclass(slots=True)
+class Durations:
+    """Seconds of one layer at one alpha. A schedule reads them some thousand times: slots are fast."""
+
+    swapped: bool
+    in_tiles: bool
+    """A swapped frame is then reloaded tile by tile, during the layer's own backward."""
+    ahead: bool
+    """The reload is issued while the backward is still at the layer above."""
+    forward_s: float
+    copies_s: float
+    """Of all copies to the host, one after another."""
+    copied_s: float
+    """From the begin of the layer until all copies are over, if none of other layers is before them."""
+    reload_s: float
+    backward_s: float
+    """With the replay; in tiles, with the waits for reloads."""
+    waits_s: float
+    """Part of the backward in tiles that waits for reloads."""
+
+
+@dataclass(frozen=True)
+class Leg:
+    """One layer with one kind of placement."""
+
+    forward_s: float
+    backward_s: float
+    replay_s: float
+    """At alpha 0."""
+    saved_s: float
+    """Seconds of the replay that alpha 1 saves."""
+    copies: tuple[tuple[float, float, float], ...] = ()
+    """To the host, each (seconds after the layer began, seconds at alpha 0, additional seconds at alpha 1). Empty: the frame
+    stays on the device."""
+    reload_s: float = 0.0
+    reload_per_alpha: float = 0.0
+    ahead: bool = True
+    tiles: TileCosts | None = None
+    reload_input_s: float = 0.0
+    reload_first_s: float = 0.0
+    """Seconds to reload attention's frame behind the heads that a backward in tiles begins with."""
+    heads_again_s: float | None = None
+    """Seconds of those heads; None: it does not begin with them."""
+    heads_s: float = 0.0
+    attended_s: float = 0.0
+    """Seconds before attention, and until it is over, in a forward in tiles."""
+
+    @classmethod
+    def of(cls, layer: LayerCosts, run: RunCosts, kind: PlacementKind) -> Leg:
+        replay_s = 0.0 if kind is PlacementKind.NO_RECOMPUTE else layer.replay_s
+        replay_s += 0.0 if kind >= PlacementKind.ON_DEVICE else layer.gemm_s
+        replay_s += layer.attention_s if kind.recomputes_attention else 0.0
+        tiles = None if kind is PlacementKind.NO_RECOMPUTE else layer.in_tiles
+        begins_with_heads = tiles is not None and (kind.recomputes_attention or tiles.result_differs)
+        if tiles is not None and kind.recomputes_attention and not tiles.result_differs:
+            replay_s += tiles.heads_again_s
+        if kind.on_device:
+            return cls(layer.forward_s, layer.backward_s, replay_s, saved_s=0.0, tiles=tiles)
+        copies: list[tuple[float, float, float]] = []
+        whole = split = first = 0
+        for output in layer.outputs:
+            born_s, seconds = output.born * layer.forward_s, output.nbytes / run.d2h_bytes_per_s
+            if output.kind == "gemm":
+                split += output.nbytes
+                copies.append((born_s, 0.0, seconds))
+            elif output.kind != "attention" or not kind.recomputes_attention:
+                if output.kind == "attention" and begins_with_heads:
+                    first += output.nbytes
+                else:
+                    whole += output.nbytes
+                copies.append((born_s, seconds, 0.0))
+        attended_s = next((output.born for output in layer.outputs if output.kind == "attention"), 1.0) * layer.forward_s
+        return cls(
+            forward_s=layer.forward_s,
+            backward_s=layer.backward_s,
+            replay_s=replay_s,
+            saved_s=layer.gemm_s,
+            copies=tuple(copies),
+            reload_s=whole / run.h2d_bytes_per_s,
+            reload_per_alpha=split / run.h2d_bytes_per_s,
+            ahead=tiles is None and not kind.recomputes_attention,
+            tiles=tiles,
+            reload_input_s=layer.nbytes("input") / run.h2d_bytes_per_s,
+            reload_first_s=first / run.h2d_bytes_per_s,
+            heads_again_s=tiles.heads_again_s if tiles is not None and begins_with_heads else None,
+            heads_s=max(0.0, attended_s - layer.attention_s) if tiles else 0.0,
+            attended_s=attended_s if tiles else 0.0,
+        )
+
+    def at(self, alpha: float) -> Durations:
+        backward_s, waits_s = self.backward_s + self.replay_s - self.saved_s * alpha, 0.0
+        if self.tiles is not None and self.copies:
+            backward_s, waits_s = self._backward_in_tiles(alpha)
+        copies = self.copies_at(alpha)
+        reload_s = self.reload_s + self.reload_per_alpha * alpha
+        return Durations(
+            bool(self.copies), self.tiles is not None, self.ahead, self.forward_s, *copies, reload_s, backward_s, waits_s
+        )
+
+    def copies_at(self, alpha: float, until: float = float("inf")) -> tuple[float, float]:
+        """Return `copies_s` and `copied_s` of the copies that begin before `until`, in seconds after the layer began."""
+        copies_s = copied_s = 0.0
+        for after, constant, per_alpha in self.copies:
+            if after < until:
+                seconds = constant + per_alpha * alpha
+                copies_s += seconds
+                copied_s = max(copied_s, after) + seconds
+        return copies_s, copied_s
+
+    def _backward_in_tiles(self, alpha: float) -> tuple[float, float]:
+        """Return the seconds of a backward in tiles, and of its waits for reloads.
+
+        A tile is reloaded while the one before it is computed, so each takes as long as the slower of the two. Stored tiles lie
+        evenly among the others: as long as these are more, each of them stands between two of the others.
+        """
+        assert self.tiles is not None
+        count, heads_s = self.tiles.count, self.tiles.heads_backward_s
+        computed = self.tiles.tails_backward_s / count, (self.tiles.tails_backward_s - self.saved_s) / count
+        reloaded = self.reload_s / count, (self.reload_s + self.reload_per_alpha) / count
+        both_0, both_1 = max(computed[0], reloaded[0]), max(computed[1], reloaded[1])
+        mixed = max(computed[0], reloaded[1]) + max(computed[1], reloaded[0])
+        others = both_0 if alpha <= 0.5 else both_1
+        tails_s = count * (abs(1 - 2 * alpha) * others + min(alpha, 1 - alpha) * mixed)
+        attention_s = self.backward_s + self.replay_s - self.tiles.tails_backward_s - heads_s
+        waits_s = max(0.0, self.reload_input_s - heads_s)
+        if self.heads_again_s is not None:
+            waits_s += max(0.0, self.reload_input_s - self.heads_again_s)
+            waits_s += max(0.0, self.reload_first_s - self.heads_again_s / count)
+        backward_s = tails_s + attention_s + heads_s + waits_s
+        return backward_s, tails_s - (self.tiles.tails_backward_s - self.saved_s * alpha) + waits_s
+
+    def first_pass(self, alpha: float) -> tuple[list[float], list[float]]:
+        """Return the seconds to compute and to reload each tile in the pass that a backward in tiles begins with."""
+        assert self.tiles is not None
+        count, stored = self.tiles.count, self.tiles.stored(alpha)
+        if self.heads_again_s is not None:
+            return [self.heads_again_s / count] * count, [self.reload_input_s / count] * count
+        computes, reloads = [self.tiles.tails_backward_s / count] * count, [self.reload_s / count] * count
+        for number in range(stored):
+            computes[number * count // stored] -= self.saved_s / count
+            reloads[number * count // stored] += self.reload_per_alpha / count
+        return computes, reloads
