@@ -11,12 +11,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, get_args
+from typing import get_args
 
+from ds_memo.profile.layer_sample import LayerSample
 from ds_memo.solve.costs import LayerCosts, Output, OutputKind, Working
-
-if TYPE_CHECKING:
-    from ds_memo.profile.sample import LayerProfile, LayerSample
 
 OUTPUT_KINDS = get_args(OutputKind)
 
@@ -25,13 +23,18 @@ class Extrapolated:
     """One kind of layer, called with `batch` sequences of `length` tokens.
 
     Args:
+        samples: through which lines are drawn.
+        longest: the two that give the peak bytes.
         spread: ranks that share a sequence, relative to the profile. Under Ulysses a rank has all tokens of some heads in
             attention and some tokens of all heads elsewhere, so attention's c·t·s counts the whole sequence.
     """
 
-    def __init__(self, kind: LayerProfile, batch: int, length: int, spread: float) -> None:
-        self._kind = kind
-        self._latest = kind.samples[-1]
+    def __init__(
+        self, samples: Sequence[LayerSample], longest: Sequence[LayerSample], batch: int, length: int, spread: float
+    ) -> None:
+        self._samples = samples
+        self._longest = longest
+        self._latest = samples[-1]
         self._tokens = batch * length
         self._sequence = spread * length
 
@@ -85,10 +88,10 @@ class Extrapolated:
     # ---- one number of the samples, extrapolated
 
     def _line(self, of: Callable[[LayerSample], float], samples: Sequence[LayerSample] | None = None) -> float:
-        return _line([(sample.tokens, of(sample)) for sample in samples or self._kind.samples], self._tokens)
+        return _line([(sample.tokens, of(sample)) for sample in samples or self._samples], self._tokens)
 
     def _attention(self, of: Callable[[LayerSample], float]) -> float:
-        points = [(sample.tokens, sample.length, of(sample)) for sample in self._kind.samples]
+        points = [(sample.tokens, sample.length, of(sample)) for sample in self._samples]
         return _attention(points, self._tokens, self._sequence)
 
     def _nbytes(self, of: Callable[[LayerSample], float]) -> int:
@@ -96,7 +99,7 @@ class Extrapolated:
 
     def _most(self, name: str) -> int:
         """Return a field of DEVICE_BYTES."""
-        return math.ceil(self._line(lambda sample: getattr(sample, name), self._kind.taken[-2:]))
+        return math.ceil(self._line(lambda sample: getattr(sample, name), self._longest))
 
 
 def _line(points: Sequence[tuple[float, float]], x: float) -> float:

@@ -10,7 +10,8 @@ from typing import Any
 
 from ds_memo.errors import MOST_NAME, MemoError, brief
 from ds_memo.profile.extrapolate import OUTPUT_KINDS
-from ds_memo.profile.sample import LayerProfile, LayerSample, Profile
+from ds_memo.profile.layer_sample import LayerSample
+from ds_memo.profile.sample import LayerProfile, Profile
 from ds_memo.profile.tile_sample import PART_BYTES, PARTS, SAMPLES, PartSample, TileSample
 from ds_memo.solve.costs import Output
 

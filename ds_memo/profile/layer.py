@@ -19,8 +19,8 @@ from torch import nn
 from ds_memo.errors import MemoError
 from ds_memo.placement import FULL_RECOMPUTE, GEMMS_RECOMPUTED, NO_RECOMPUTE, ON_DEVICE, Placement
 from ds_memo.profile.call import LayerCall, hidden_from_training, uncompiled
+from ds_memo.profile.layer_sample import LayerSample
 from ds_memo.profile.live import bytes_made, storages_of
-from ds_memo.profile.sample import LayerSample
 from ds_memo.profile.stopwatch import Stopwatch, now, seconds_between
 from ds_memo.remat.call import tensor_leaves
 from ds_memo.remat.checkpoint import Layer, OwnForward, Remat, Tiler

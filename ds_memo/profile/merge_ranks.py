@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ds_memo.profile.sample import DEVICE_BYTES, LayerProfile, LayerSample, Profile
+from ds_memo.profile.layer_sample import DEVICE_BYTES, LayerSample
+from ds_memo.profile.sample import LayerProfile, Profile
 from ds_memo.profile.tile_sample import PART_BYTES, TileSample
 
 

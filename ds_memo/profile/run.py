@@ -29,8 +29,9 @@ from ds_memo.profile.call import LayerCall
 from ds_memo.profile.gathered_params import gathered, gathered_bytes
 from ds_memo.profile.kinds import layer_in_words, settings_digest
 from ds_memo.profile.layer import measure
+from ds_memo.profile.layer_sample import DEVICE_BYTES, LayerSample
 from ds_memo.profile.merge_ranks import most_careful
-from ds_memo.profile.sample import DEVICE_BYTES, LayerProfile, LayerSample, Profile
+from ds_memo.profile.sample import LayerProfile, Profile
 from ds_memo.profile.tile_sample import TileSample
 from ds_memo.profile.tiles import measure_in_tiles
 from ds_memo.remat.checkpoint import CannotTile, Layer

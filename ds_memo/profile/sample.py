@@ -9,63 +9,12 @@ from typing import Any
 
 from ds_memo.placement import Tiles
 from ds_memo.profile.extrapolate import OUTPUT_KINDS, Extrapolated
+from ds_memo.profile.layer_sample import LayerSample
 from ds_memo.profile.tile_sample import TileSample, in_tiles
-from ds_memo.solve.costs import LayerCosts, Output, RunCosts
+from ds_memo.solve.costs import LayerCosts, RunCosts
 
-DEVICE_BYTES = (
-    "working_bytes",
-    "working_bytes_at_0",
-    "working_bytes_without_attention",
-    "forward_bytes",
-    "forward_bytes_at_0",
-)
-"""Fields of a sample with peak device bytes."""
 _OFF = 0.25
 """The largest relative error of the check at which the lines are trusted."""
-
-
-@dataclass(frozen=True)
-class LayerSample:
-    """One kind of layer, measured at one length. Seconds and bytes are those of one rank."""
-
-    batch: int
-    length: int
-    """Tokens of each sequence on this rank."""
-    forward_s: float
-    attention_s: float
-    """Part of the forward in attention kernels."""
-    backward_s: float
-    """Without checkpointing."""
-    attention_backward_s: float
-    """Part of the backward in attention kernels."""
-    replay_s: float
-    """Seconds that the replay of a resident layer adds to the backward."""
-    gemm_s: float
-    """Part of the forward in the GEMMs whose rows alpha splits."""
-    all_gemms_s: float
-    """Part of the forward in all GEMMs."""
-    gemm_flops: int
-    """FLOPs of all GEMMs in the forward."""
-    attention_flops: int
-    """FLOPs of attention in the forward, counted as causal."""
-    no_recompute_bytes: int
-    """Bytes that autograd saves without ds_memo."""
-    working_bytes: int
-    """Peak bytes of a replay and backward, without kept outputs."""
-    working_bytes_at_0: int
-    """The same at alpha 0, where GEMM outputs are not kept."""
-    working_bytes_without_attention: int
-    """The same where the attention output is not kept either."""
-    forward_bytes: int
-    """Peak bytes of a forward: its input, kept outputs and temporaries."""
-    forward_bytes_at_0: int
-    """The same at alpha 0."""
-    outputs: tuple[Output, ...]
-    """Kept outputs at this length."""
-
-    @property
-    def tokens(self) -> int:
-        return self.batch * self.length
 
 
 @dataclass(frozen=True)
@@ -94,7 +43,7 @@ class LayerProfile:
         Args:
             tiles: None: it runs whole.
         """
-        found = Extrapolated(self, batch, length, spread)
+        found = Extrapolated(self.samples, self.taken[-2:], batch, length, spread)
         if tiles is None or not self.in_tiles or length <= tiles.tokens:
             return found.costs()
         return in_tiles(found.costs(), found.attention_backward_s, self.in_tiles, batch, length, tiles)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ds_memo.profile.sample import LayerProfile, LayerSample, Profile
+from ds_memo.profile.layer_sample import LayerSample
+from ds_memo.profile.sample import LayerProfile, Profile
 from ds_memo.solve.costs import Output
 
 HIDDEN = 2 * 64

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import json
 import math
 from typing import Any
@@ -62,33 +63,38 @@ def paths(value: Any, path: tuple = ()) -> list[tuple]:
     return found
 
 
-PATHS = [path for path in paths(data()) if path[0] not in ("key", "measured")]
+UNDAMAGED = data()
+PATHS = [path for path in paths(UNDAMAGED) if path[0] not in ("key", "measured")]
 JUNK = (None, -1, 0, 1.5, math.nan, math.inf, 10**30, True, "x", [], {}, [1], {"a": 1}, [None])
 
 
-@pytest.mark.parametrize("path", PATHS, ids=lambda path: ".".join(map(str, path)))
-def test_anything_damaged_is_refused_or_does_no_harm(path: tuple) -> None:
+def damaged(path: tuple, value: Any) -> str:
+    """Return a profile with another value at a path; "gone": without it."""
+    found = copy.deepcopy(UNDAMAGED)
+    owner: Any = found
+    for name in path[:-1]:
+        owner = owner[name]
+    if value == "gone":
+        del owner[path[-1]]
+    else:
+        owner[path[-1]] = value
+    return json.dumps(found)
+
+
+def test_anything_damaged_is_refused_or_does_no_harm() -> None:
     """Replacing or removing any single value gives a ProfileError or a usable profile."""
-    for junk in (*JUNK, "gone"):
-        damaged = copy.deepcopy(data())
-        owner: Any = damaged
-        for name in path[:-1]:
-            owner = owner[name]
-        if junk == "gone":
-            del owner[path[-1]]
-        else:
-            owner[path[-1]] = junk
+    for path, junk in itertools.product(PATHS, (*JUNK, "gone")):
         try:
-            profile = from_json(json.dumps(damaged))
+            profile = from_json(damaged(path, junk))
         except ProfileError:
             continue
         run = profile.costs([(2, 777)] * len(profile.kinds), 10**9, 10**9)
         assert all(
             math.isfinite(layer.forward_s) and layer.forward_s >= 0 and layer.host_bytes(swapped_at(1.0)) >= 0
             for layer in run.layers
-        )
-        assert profile.kinds[0].off() >= 0 and isinstance(profile.kinds[0].name, str)
-        assert from_json(to_json(profile)) == profile
+        ), (path, junk)
+        assert profile.kinds[0].off() >= 0 and isinstance(profile.kinds[0].name, str), (path, junk)
+        assert from_json(to_json(profile)) == profile, (path, junk)
 
 
 @pytest.mark.parametrize(
@@ -113,11 +119,6 @@ def test_anything_damaged_is_refused_or_does_no_harm(path: tuple) -> None:
 )
 def test_what_no_run_can_have(path: tuple, value: Any, says: str) -> None:
     """Refused when read, not in the first step: the solver would count past 64 bits, or for ever."""
-    damaged = data()
-    owner: Any = damaged
-    for name in path[:-1]:
-        owner = owner[name]
-    owner[path[-1]] = value
     with pytest.raises(ProfileError, match=says) as caught:
-        from_json(json.dumps(damaged))
+        from_json(damaged(path, value))
     assert len(str(caught.value)) < 1000
