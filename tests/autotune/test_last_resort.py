@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -14,13 +15,16 @@ from ds_memo.solve import headroom
 from ds_memo.solve.costs import RunCosts
 from ds_memo.solve.memory import device_bytes
 from ds_memo.solve.solver import solve
+from tests.everyday import everyday
 from tests.models import LAYERS, Batch, assert_same, build, poisoned_memory, step
 from tests.placements import kinds, sets
-from tests.runtime.covering import covering
+from tests.runtime.covering import FAMILIES
 
 GIB = 1 << 30
 BATCH = Batch.random(2, 60)
 ALL = range(LAYERS)
+MEMORIES = [(LAYERS, 0), (2, 0), (0, 0), (3, 1)]
+"""Layers that recompute attention, and layers on the host."""
 NO_HOST = 1e-7
 
 
@@ -39,7 +43,15 @@ def profiled(model: Any) -> RunCosts:
 
 
 @pytest.mark.usefixtures("times_by_flops")
-@pytest.mark.parametrize("memory, name", covering([(LAYERS, 0), (2, 0), (0, 0), (3, 1)], half=1), ids=str)
+@pytest.mark.parametrize(
+    "memory, name",
+    everyday(
+        itertools.product(MEMORIES, FAMILIES),
+        [(memory, FAMILIES[2 * which + 1]) for which, memory in enumerate(MEMORIES)],
+        slow=[(MEMORIES[number % len(MEMORIES)], name) for number, name in enumerate(FAMILIES)],
+    ),
+    ids=str,
+)
 def test_gradients_are_stocks(memory: tuple[int, int], name: str) -> None:
     """Inputs stay on the device: all of them without attention outputs, some with, all with, and one on the host."""
     again, host = memory

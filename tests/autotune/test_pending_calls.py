@@ -62,20 +62,10 @@ def steps(model: nn.Module, count: int, forwards: int = 1) -> list[tuple[int, di
     return seen
 
 
-SLOW = pytest.mark.slow
+CASES = [(*case, device_mib) for case in ((1, 8, 1), (2, 3, 1), (4, 1, 3)) for device_mib in (5, 9, 40)]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "layers, calls, forwards, device_mib",
-    [
-        (1, 8, 1, 5),
-        (4, 1, 3, 9),
-        *(pytest.param(*case, 5, marks=SLOW) for case in [(2, 3, 1), (4, 1, 3)]),
-        *(pytest.param(*case, 9, marks=SLOW) for case in [(1, 8, 1), (2, 3, 1)]),
-        *(pytest.param(*case, 40, marks=SLOW) for case in [(1, 8, 1), (2, 3, 1), (4, 1, 3)]),
-    ],
-)
+@pytest.mark.parametrize("layers, calls, forwards, device_mib", everyday(CASES, [], slow=CASES[::4]))
 def test_all_calls_are_solved_for(layers: int, calls: int, forwards: int, device_mib: int, tmp_path: Path) -> None:
     """From the second step on: gradients are stock's, and what is predicted is what is there."""
     model = shared(layers, calls)

@@ -152,16 +152,7 @@ def test_a_guess_of_what_is_to_come_refuses_no_run(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name, residents, alpha",
-    [
-        ("llama", 0, 0.0),
-        pytest.param("llama", LAYERS, None, marks=pytest.mark.slow),
-        pytest.param("llama", 2, 0.5, marks=pytest.mark.slow),
-        pytest.param("gpt2", 1, 0.5, marks=pytest.mark.slow),
-        pytest.param("gpt2", 0, 0.0, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("name, residents, alpha", [("llama", 0, 0.0), ("llama", LAYERS, None), ("gpt2", 1, 0.5)])
 def test_predicted_device_bytes_are_the_arenas(name: str, residents: int, alpha: float | None) -> None:
     """Within 1 %, at a length where activations dominate. Requests below 64 KiB have no planned address, parameters' small
     gradients are counted with the layer's backward: that is what is left of the difference."""

@@ -67,7 +67,12 @@ def assert_steps(model: Any, batch: Batch, steps: int = 3) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", [AGAIN, ON_DEVICE_AGAIN])
 @pytest.mark.parametrize(
-    "name, groups", everyday([(name, groups) for name in FAMILIES for groups in (1, 2)], [("llama", 2), ("plain", 1)])
+    "name, groups",
+    everyday(
+        itertools.product(FAMILIES, (1, 2)),
+        [("llama", 2), ("plain", 1)],
+        slow=[(name, 1 + number % 2) for number, name in enumerate(FAMILIES)],
+    ),
 )
 def test_gradients_where_attention_is_recomputed(placed: Any, name: str, groups: int, kind: PlacementKind) -> None:
     placed(kind, groups=groups)
@@ -148,6 +153,10 @@ def in_tiles(model: Any, kind: PlacementKind) -> Outcome:
     everyday(
         itertools.product(FAMILIES, (0.0, 0.5), (SWAPPED, ON_DEVICE, PlacementKind.ON_DEVICE)),
         [("llama", 0.5, SWAPPED), ("llama", 0.0, ON_DEVICE), ("llama", 0.5, PlacementKind.ON_DEVICE)],
+        slow=[
+            (name, 0.5 * (number % 2), (SWAPPED, ON_DEVICE, PlacementKind.ON_DEVICE)[number % 3])
+            for number, name in enumerate(FAMILIES)
+        ],
     ),
 )
 def test_gradients_where_the_result_is_made_again(placed: Any, name: str, alpha: float, kind: PlacementKind) -> None:

@@ -35,7 +35,7 @@ def drive(model: nn.Module, number: int) -> Outcome:
     return step(model, BATCH)
 
 
-@pytest.mark.parametrize("name, kernel, alpha, groups", everyday(PRODUCTS, [("grouped", "flash", 0.5, 2)]))
+@pytest.mark.parametrize("name, kernel, alpha, groups", everyday(PRODUCTS, [("grouped", "flash", 0.5, 2)], slow=PRODUCTS[::5]))
 def test_gradients(name: str, kernel: str, alpha: float, groups: int) -> None:
     """The efficient kernel runs for all heads at once, and a warning says so."""
     with cuda_kernels(kernel) as ran:

@@ -82,7 +82,7 @@ CASES = [(layout, form, alpha) for layout in LAYOUTS for form in FORMS for alpha
 DAILY = [case for case in CASES if case[1] in ("tiles", "whole") or (case[1] == "sequences" and case[2] == 0.5)]
 
 
-@pytest.mark.parametrize("layout, form, alpha", everyday(CASES, DAILY))
+@pytest.mark.parametrize("layout, form, alpha", everyday(CASES, DAILY, slow=[case for case in CASES if case[2] == 0.5]))
 def test_same_as_stock(layout: str, form: str, alpha: float) -> None:
     check(layout, form, alpha)
 
@@ -152,7 +152,14 @@ def check_encoder(name: str, form: str, alpha: float) -> None:
 ENCODER_CASES = [(name, form, alpha) for name in ENCODERS for form in ("tiles", "whole", "compiled") for alpha in ALPHAS]
 
 
-@pytest.mark.parametrize("name, form, alpha", everyday(ENCODER_CASES, [case for case in ENCODER_CASES if case[1] == "tiles"]))
+@pytest.mark.parametrize(
+    "name, form, alpha",
+    everyday(
+        ENCODER_CASES,
+        [case for case in ENCODER_CASES if case[1] == "tiles"],
+        slow=[case for case in ENCODER_CASES if case[2] == 0.5],
+    ),
+)
 def test_encoders(name: str, form: str, alpha: float) -> None:
     check_encoder(name, form, alpha)
 
