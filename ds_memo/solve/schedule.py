@@ -1,4 +1,4 @@
-"""Seconds of a step at a given alpha: the schedule of ds_memo.swap.engine, and where files are behind the host of ds_memo.nvme.home.
+"""Seconds of a step at a given alpha: the schedule of ds_memo.swap.engine, also with files behind the host.
 
 Every time is the latest of some earlier ones plus a duration (ds_memo.solve.legs). Without files the step is convex in alpha:
 a maximum of sums of durations.
