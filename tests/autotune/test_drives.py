@@ -20,7 +20,7 @@ def made(monkeypatch: pytest.MonkeyPatch, max_tb_per_day: float | None = None) -
     """Return drives that were measured at 5 and 4 GB/s, and the files that they look at."""
     monkeypatch.setattr(module, "measure_drives", lambda *_: (5e9, 4e9))
     files = types.SimpleNamespace(budget=GIB, stall_s=0.0, meters={True: Meter(), False: Meter()}, directories=[])
-    drives = Drives(max_tb_per_day, files, types.SimpleNamespace(agreed=GIB), torch.device("cpu"))
+    drives = Drives(max_tb_per_day, files, types.SimpleNamespace(share=GIB), torch.device("cpu"))
     assert drives.costs() is None
     drives.measure()
     return drives, files
