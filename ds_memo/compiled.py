@@ -21,13 +21,12 @@ import subprocess
 import sys
 import sysconfig
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from ds_memo.errors import MemoError, MemoWarning, quoted
+from ds_memo.errors import MemoError, quoted, warn
 from ds_memo.files import NotPrivate, cache_home, open_private, private_folder, scratch_folder, write_private
 
 T = TypeVar("T")
@@ -94,11 +93,6 @@ def compiler() -> list[str]:
     if cxx:
         raise Unavailable(f"no C++ compiler (CXX is {quoted(cxx)}, which is not on the PATH; correct it or unset it)")
     raise Unavailable(f"no C++ compiler (looked for {', '.join(COMPILERS)} on the PATH; install g++ or set CXX)")
-
-
-def warn(message: str) -> None:
-    """Issue a MemoWarning."""
-    warnings.warn(f"ds_memo: {message}", MemoWarning, stacklevel=3)
 
 
 def load(library: Library, opened: Callable[[str], T], deadline: float = float("inf"), warn: Callable[[str], None] = warn) -> T:

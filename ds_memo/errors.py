@@ -1,5 +1,6 @@
 """Errors and warnings of ds_memo. Imports nothing of ds_memo, so every part can use it."""
 
+import warnings
 from reprlib import Repr
 
 MOST_NAME = 200
@@ -16,6 +17,11 @@ class MemoConfigError(MemoError, ValueError):
 
 class MemoWarning(UserWarning):
     """Training goes on, but not as configured; ``ds_memo.report()`` shows the warning too."""
+
+
+def warn(message: str) -> None:
+    """Issue a MemoWarning for the caller of the function that warns."""
+    warnings.warn(f"ds_memo: {message}", MemoWarning, stacklevel=3)
 
 
 def quoted(text: object, most: int = 120) -> str:

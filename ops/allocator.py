@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ds_memo import compiled
+from ds_memo.errors import warn
 from ds_memo.ops.builder import AllocatorBuilder
 
 MIN_BYTES = {"cpu": 64 << 10, "cuda": 1 << 20}
@@ -85,7 +85,7 @@ class Allocator:
         ds_memo.compiled.Unavailable: the op cannot be built here; the message says what is missing.
     """
 
-    def __init__(self, device: torch.device, warn: Callable[[str], None] = compiled.warn) -> None:
+    def __init__(self, device: torch.device, warn: Callable[[str], None] = warn) -> None:
         self._op = AllocatorBuilder(device.type, warn).load()
         if device.type == "cuda":
             torch.cuda.init()

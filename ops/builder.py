@@ -25,6 +25,7 @@ from torch.utils import cpp_extension
 
 from ds_memo import compiled
 from ds_memo.compiled import Library, Unavailable
+from ds_memo.errors import warn
 
 SOURCES = Path(__file__).resolve().parent / "csrc"
 BACKENDS = ("cpu", "cuda")
@@ -42,7 +43,7 @@ class AllocatorBuilder(OpBuilder):
 
     BUILD_VAR = "DS_BUILD_MEMO_ALLOCATOR"
 
-    def __init__(self, backend: str | None = None, warn: Callable[[str], None] = compiled.warn) -> None:
+    def __init__(self, backend: str | None = None, warn: Callable[[str], None] = warn) -> None:
         self._warn = warn
         self.backend = backend or get_accelerator().device_name()
         super().__init__(name=f"memo_allocator_{self.backend}")

@@ -10,7 +10,7 @@ from contextlib import suppress
 from multiprocessing.context import BaseContext
 
 from ds_memo.compiled import Unavailable
-from ds_memo.plan import native
+from ds_memo.plan import search
 
 PRELOADED = ["torch", "torch._dynamo", "deepspeed", "transformers", "transformers.models.llama.modeling_llama"]
 """Modules that most tests use."""
@@ -29,7 +29,7 @@ def make_haste() -> None:
     """Measure bandwidths for a shorter time, compile the exact search before any test keeps a time limit, and freeze imported
     objects (half a million, 0.3 s per garbage collection)."""
     with suppress(Unavailable):
-        native.load()
+        search.load()
     if "torch" in sys.modules:
         from ds_memo.profile import bandwidth
 

@@ -7,7 +7,7 @@ A GPT and a Llama shape at small scale train on this CPU with AdamW, once with P
     per iteration   requests of 64 KiB and more inside planned phases, and how many of them got their planned address;
                     bar: 99 % from the third iteration on. Loss and every gradient are compared to the bit
     arena           bytes, the plan's peak, and the lower bound: the most that is alive at once
-    compared with   the bytes that PyTorch would reserve for the same requests (simulated, ds_memo/plan/simulate.py), natively and
+    compared with   the bytes that PyTorch would reserve for the same requests (simulated, caching_allocator.py), natively and
                     with expandable segments (whose segments of 20 MiB weigh heavily at this scale); and the bytes of a plan
                     with two fixed rounding buffers, in which kept outputs and reloads of odd and even layers live
 """
@@ -27,11 +27,11 @@ from torch import nn
 
 import ds_memo
 from benchmarks import results
+from benchmarks.caching_allocator import simulate
 from benchmarks.timing import served
 from benchmarks.workloads import small_models
 from ds_memo.plan import plan_trace
 from ds_memo.plan.phases import LayerPass
-from ds_memo.plan.simulate import simulate
 from ds_memo.plan.trace import Phase, Trace, rounded
 from ds_memo.planned_alloc.request_log import RequestLog
 from ds_memo.runtime.handle import MemoHandle

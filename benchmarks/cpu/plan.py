@@ -1,8 +1,7 @@
-"""The planner's numbers: python -m benchmarks.plan [--quick | --scaling | --tiles]
+"""The planner's numbers: python -m benchmarks.plan [--scaling | --tiles]
 
 Prints every figure of docs/plan.md and writes them with hardware and versions to benchmarks/results/plan.json.
---quick leaves out the dense packings (up to 10 s each). --scaling does plan_scaling.py alone (10 minutes), --tiles plan_tiles.py
-(4 minutes).
+--scaling does plan_scaling.py alone (10 minutes), --tiles plan_tiles.py (4 minutes).
 """
 
 from __future__ import annotations
@@ -11,21 +10,20 @@ import argparse
 import json
 import os
 import platform
-import sys
 import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from benchmarks import plan_scaling
-from ds_memo.plan import fit, native, plan_trace, read_csv, read_trace, solve, verify
+from benchmarks.caching_allocator import simulate
+from ds_memo.plan import plan_trace, read_trace, search, solve, verify
 from ds_memo.plan.dsa import Problem, peak
 from ds_memo.plan.milp import MilpFailed, solve_milp
 from ds_memo.plan.repeat import repeat_layer
 from ds_memo.plan.rescale import rescale
-from ds_memo.plan.simulate import simulate
 from ds_memo.plan.trace import Trace
 from ds_memo.units import GIB
-from tests.plan.instances import CAPACITY, MINIMALLOC, TRACES, dense
+from tests.plan.instances import CAPACITY, GAP, GAP_BEST, MINIMALLOC, TRACES, dense, packing
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -93,61 +91,24 @@ def allocators() -> list[dict]:
 def minimalloc() -> list[dict]:
     rows = []
     for path in MINIMALLOC:
-        problem = read_csv(path)
-        found = fit(problem, CAPACITY, seconds=10)
-        good = found is not None and verify.check(problem.buffers, found.offsets, capacity=CAPACITY) is None
+        problem = packing(path)
+        found = solve(problem, seconds=10)
+        good = verify.check(problem.buffers, found.offsets, capacity=CAPACITY) is None
         rows.append(
-            {
-                "instance": path.name[0],
-                "buffers": len(problem),
-                "fits": good,
-                "seconds": found.seconds if found else 10.0,
-                "by": found.method if found else "-",
-            }
+            {"instance": path.name[0], "buffers": len(problem), "fits": good, "seconds": found.seconds, "by": found.method}
         )
     return table(f"MiniMalloc's challenging set, capacity {CAPACITY} (target: each under 10 s on one core)", rows)
 
 
-def packings() -> list[dict]:
-    shapes = {
-        "no holes": {},
-        "pinwheels": {"pinwheels": 0.5},
-        "few holes": {"drop": 0.02},
-        "5 % trimmed": {"trim": 0.05},
-        "20 % trimmed": {"trim": 0.2},
-    }
-    rows = []
-    for name, shape in shapes.items():
-        for n in (150, 300, 450):
-            times = []
-            for seed in (1, 2, 3):
-                began = time.perf_counter()
-                if fit(dense(n, seed, **shape), CAPACITY, seconds=10) is not None:
-                    times.append(time.perf_counter() - began)
-            rows.append({"shape": name, "buffers": n, "solved": f"{len(times)}/3", "slowest solved s": max(times, default=0.0)})
-    return table("Own dense packings at capacity, 10 s each", rows)
-
-
 def mip() -> list[dict]:
-    example = read_csv(MINIMALLOC[0].with_name("input.12.csv"))
-    gap = [(0, 8, 1), (6, 9, 5), (0, 3, 5), (8, 9, 4), (0, 5, 3), (0, 5, 1), (3, 4, 4), (3, 9, 1), (4, 8, 3)]
-    cases = {"input.12": example, "gap": Problem.of((str(i), *row) for i, row in enumerate(gap))}
-    cases["dense 14"] = dense(14, 5, trim=0.3).scaled()[0]
     rows = []
-    for name, problem in cases.items():
-        best = solve(problem, solver="search", seconds=10)
-        for solver in ("cbc", "highs"):
-            began = time.perf_counter()
-            try:
-                answer = solve_milp(problem.buffers, 60, solver=solver, tight=False)
-                found = peak(problem.buffers, answer.offsets)
-            except MilpFailed as e:
-                found = str(e)
-            seconds = time.perf_counter() - began
-            rows.append(
-                {"instance": name, "solver": solver, "MIP": found, "search": best.peak, "bound": best.lower_bound,
-                 "seconds": seconds}
-            )  # fmt: skip
+    for solver in ("cbc", "highs"):
+        began = time.perf_counter()
+        try:
+            found = peak(GAP.buffers, solve_milp(GAP.buffers, 60, solver=solver, tight=False).offsets)
+        except MilpFailed as e:
+            found = str(e)
+        rows.append({"solver": solver, "MIP": found, "optimum": GAP_BEST, "seconds": time.perf_counter() - began})
     return table("The paper's MIP alone (no greedy, no start, no tightening) against the proven optimum", rows)
 
 
@@ -193,7 +154,6 @@ def machine() -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true")
     parser.add_argument("--scaling", action="store_true")
     parser.add_argument("--tiles", action="store_true")
     args = parser.parse_args()
@@ -207,14 +167,9 @@ def main() -> None:
 
         _write("plan_tiles", {"machine": machine(), "tiles": table("Layers in tiles", [plan_tiles.tiles()])})
         return
-    try:
-        native.load()  # compile before anything is timed
-    except native.Unavailable as why:
-        sys.exit(f"the planner's native search is measured, too: {why}")
+    search.load()  # compiled before anything is timed
     results = {"machine": machine(), "plans": plans(), "allocators": allocators(), "minimalloc": minimalloc()}
     results |= {"mip": mip(), "speed": speed()}
-    if not args.quick:
-        results["packings"] = packings()
     _write("plan", results)
 
 

@@ -1,4 +1,4 @@
-"""`ds-memo plan`: plan a request trace, a PyTorch memory snapshot, or a MiniMalloc problem."""
+"""`ds-memo plan`: plan a request trace or a PyTorch memory snapshot."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import argparse
 import json
 import os
 import sys
-import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 
@@ -14,17 +13,14 @@ from ds_memo.cli.arguments import integer, number
 from ds_memo.errors import quoted
 from ds_memo.files import write_output
 from ds_memo.plan.bilevel import Plan, plan_trace
-from ds_memo.plan.dsa import lower_bound
 from ds_memo.plan.errors import PlanError
-from ds_memo.plan.formats import plan_to_json, read_csv, read_trace, write_csv
+from ds_memo.plan.formats import plan_to_json, read_trace
 from ds_memo.plan.repeat import repeat_layer
-from ds_memo.plan.simulate import simulate
 from ds_memo.plan.snapshot import SUFFIXES, read_snapshot
-from ds_memo.plan.solver import SOLVERS, fit, solve
+from ds_memo.plan.solver import SOLVERS
 from ds_memo.plan.trace import Trace
 
 NAME = 40  # characters of a phase's name in the table
-SIMULATING = 0.2  # least seconds for simulating PyTorch's allocators, after the plan
 MOST_SECONDS = 1e6
 """Longest time limit: the system counts milliseconds of a wait in 31 bits."""
 
@@ -32,10 +28,10 @@ MOST_SECONDS = 1e6
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "input", nargs="+", metavar="INPUT",
-        help="a text trace (any suffix), a memory snapshot (.pickle) or a MiniMalloc problem (.csv); several traces "
-        "are iterations of one run, and what differs between them is left to the general allocator",
+        help="a text trace (any suffix) or a memory snapshot (.pickle); several traces are iterations of one run, "
+        "and what differs between them is left to the general allocator",
     )  # fmt: skip
-    parser.add_argument("-o", "--output", metavar="FILE", help="write the plan here (JSON; CSV for a CSV problem)")
+    parser.add_argument("-o", "--output", metavar="FILE", help="write the plan here (JSON)")
     parser.add_argument("--solver", choices=SOLVERS, default="cbc", help="how far to go (default: %(default)s)")
     parser.add_argument(
         "--time-limit", type=_seconds, default=60.0, metavar="S", help="seconds for everything (default: %(default)g)"
@@ -60,25 +56,17 @@ def _bytes(text: str) -> int:
 def run(args: argparse.Namespace) -> int:
     if args.output and os.path.realpath(args.output) in map(os.path.realpath, args.input):
         raise PlanError(f"-o {quoted(args.output, 400)} is an input, too")
-    return _plan_csv(args) if any(p.endswith(".csv") for p in args.input) else _plan_trace(args)
-
-
-# ---- traces
-
-
-def _plan_trace(args: argparse.Namespace) -> int:
     traces = [_read(path) for path in args.input]
-    deadline = time.monotonic() + args.time_limit
     if args.layers is not None:
         traces = [repeat_layer(t, args.layers) for t in traces]
     with _bar(args) as bar:
         plan = plan_trace(traces, solver=args.solver, seconds=args.time_limit, progress=bar)
     if args.capacity is not None and plan.lower_bound > args.capacity:
-        return _does_not_fit(_too_small(args.capacity, plan.lower_bound))
+        why = "that much is alive at once, so no plan can fit"
+        return _does_not_fit(f"capacity {args.capacity} is below the lower bound {plan.lower_bound}: {why}")
     if args.output:
         write_output(args.output, plan_to_json(plan))
-    reserved = _reserved(traces[0], max(deadline, time.monotonic() + SIMULATING))
-    print(json.dumps(_summary(plan) | {"reserved": reserved}, indent=1) if args.json else _table(plan, reserved))
+    print(json.dumps(_summary(plan), indent=1) if args.json else _table(plan))
     if args.capacity is not None and plan.peak > args.capacity:
         return _does_not_fit(f"no plan of {args.capacity} bytes found; the best has {plan.peak}")
     return 0
@@ -86,20 +74,6 @@ def _plan_trace(args: argparse.Namespace) -> int:
 
 def _read(path: str) -> Trace:
     return read_snapshot(path) if path.endswith(SUFFIXES) else read_trace(path)
-
-
-def _too_small(capacity: int, bound: int) -> str:
-    return f"capacity {capacity} is below the lower bound {bound}: that much is alive at once, so no plan can fit"
-
-
-def _reserved(trace: Trace, deadline: float) -> dict[str, int | None]:
-    """Return the bytes that PyTorch's allocators would reserve for two iterations of the trace; None where time ran out."""
-    native = simulate(trace, iterations=2, deadline=deadline)
-    expandable = simulate(trace, expandable=True, iterations=2, deadline=deadline)
-    return {
-        "native": native.reserved if native else None,
-        "expandable_segments": expandable.reserved if expandable else None,
-    }
 
 
 def _summary(plan: Plan) -> dict:
@@ -111,7 +85,7 @@ def _summary(plan: Plan) -> dict:
     }  # fmt: skip
 
 
-def _table(plan: Plan, reserved: dict[str, int | None]) -> str:
+def _table(plan: Plan) -> str:
     head = ("phase", "tensors", "peak", "lower bound", "peak/bound", "proven", "seconds", "method")
     rows = [
         _row(p.name[:NAME], p.tensors, p.peak, p.lower_bound, p.proven, p.seconds, "varies: left out" if p.varying else p.method)
@@ -125,12 +99,6 @@ def _table(plan: Plan, reserved: dict[str, int | None]) -> str:
         lines.append("  ".join([*cells, row[-1]]).rstrip())
     lines.insert(len(lines) - 1, "-" * max(map(len, lines)))
     lines.append(f"by {plan.method}; phases are their transient tensors alone, 'all' has every tensor; bytes")
-    if plan.peak:
-        shares = (
-            f"{name} is not known, no time" if size is None else f"{size:,} ({size / plan.peak:.3f} of the plan) {name}"
-            for name, size in reserved.items()
-        )
-        lines.append(f"PyTorch would reserve (simulated): {', '.join(shares)}")
     if plan.unpacked:
         lines.append(f"planned tensor by tensor at level 2: {', '.join(name[:NAME] for name in plan.unpacked)}")
     if plan.left:
@@ -145,37 +113,6 @@ def _table(plan: Plan, reserved: dict[str, int | None]) -> str:
 def _row(name: str, tensors: int, peak: int, bound: int, proven: bool, seconds: float, method: str) -> tuple[str, ...]:
     ratio = f"{peak / bound:.4f}" if bound else "-"
     return (name, str(tensors), f"{peak:,}", f"{bound:,}", ratio, "yes" if proven else "no", f"{seconds:.3f}", method)
-
-
-# ---- MiniMalloc problems
-
-
-def _plan_csv(args: argparse.Namespace) -> int:
-    if len(args.input) > 1:
-        raise PlanError(f"one CSV problem at a time, got {len(args.input)} inputs")
-    if args.layers is not None:
-        raise PlanError("--layers is for traces; a CSV problem has no layers")
-    problem = read_csv(args.input[0])
-    bound = lower_bound(problem.buffers)
-    if args.capacity is not None and args.capacity < bound:
-        return _does_not_fit(_too_small(args.capacity, bound))
-    with _bar(args) as bar:
-        how = {"solver": args.solver, "seconds": args.time_limit, "progress": bar}
-        found = solve(problem, **how) if args.capacity is None else fit(problem, args.capacity, **how)
-    if found is None:
-        return _does_not_fit(f"found nothing that fits into {args.capacity}")
-    if args.output:
-        write_output(args.output, write_csv(problem, found.offsets))
-    summary = {
-        "peak": found.peak, "lower_bound": found.lower_bound, "proven": found.proven,
-        "seconds": round(found.seconds, 4), "method": found.method, "buffers": len(problem), "notes": found.notes,
-    }  # fmt: skip
-    print(json.dumps(summary, indent=1) if args.json else "\n".join(f"{k:<12}{_plain(v)}" for k, v in summary.items()))
-    return 0
-
-
-def _plain(value: object) -> object:
-    return "; ".join(value) or "-" if isinstance(value, tuple) else value
 
 
 # ---- output

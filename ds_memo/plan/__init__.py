@@ -11,7 +11,7 @@ solver.
 | trace.py | requests, phases, tensors |
 | repeat.py | a trace of more layers than were profiled |
 | repetition.py | traces that repeat requests, tile by tile: one copy is planned |
-| formats.py, snapshot.py | text traces, MiniMalloc CSV, plan JSON; PyTorch memory snapshots |
+| formats.py, snapshot.py | text traces, plan JSON; PyTorch memory snapshots |
 | dsa.py | buffers, lifespans, lower bound, sections |
 | sorted_keys.py | a sorted collection for the sweeps |
 | greedy.py, search.py, milp.py | three ways to place buffers |
@@ -20,15 +20,14 @@ solver.
 | bilevel.py | a whole iteration: greedy over everything, the two levels, a flat plan |
 | rescale.py | a plan for another sequence length |
 | verify.py | the independent check that every plan passes |
-| simulate.py | PyTorch's caching allocator, for comparison |
 """
 
 from ds_memo.plan.bilevel import Plan, Slot, plan_trace
 from ds_memo.plan.errors import PlanError
-from ds_memo.plan.formats import plan_from_json, plan_to_json, read_csv, read_plan, read_trace, write_csv
-from ds_memo.plan.solver import Solution, fit, solve
+from ds_memo.plan.formats import plan_from_json, plan_to_json, read_plan, read_trace
+from ds_memo.plan.solver import Solution, solve
 
 __all__ = [
-    "Plan", "PlanError", "Slot", "Solution", "fit", "plan_from_json", "plan_to_json", "plan_trace", "read_csv",
-    "read_plan", "read_trace", "solve", "write_csv",
+    "Plan", "PlanError", "Slot", "Solution", "plan_from_json", "plan_to_json", "plan_trace",
+    "read_plan", "read_trace", "solve",
 ]  # fmt: skip

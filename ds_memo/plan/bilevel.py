@@ -13,20 +13,21 @@ general allocator, and the plan lists them.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
 
-from ds_memo import compiled
+from ds_memo.errors import warn
 from ds_memo.plan import verify
 from ds_memo.plan.dsa import MAX_TOTAL, Buffer, Lifespan, Problem, Profile
 from ds_memo.plan.levels import Levels, PhaseReport, share
 from ds_memo.plan.repetition import shorten
 from ds_memo.plan.search import too_large
-from ds_memo.plan.solver import COMPILING, Progress, Shared, Solution, place
+from ds_memo.plan.solver import Progress, Solution, Warn, solve
 from ds_memo.plan.trace import UNIT, Tensor, Trace, rounded, varying_phases
 
 _MANY = 10_000
@@ -85,7 +86,7 @@ def plan_trace(
     solver: str = "cbc",
     seconds: float = 60.0,
     progress: Progress | None = None,
-    warn: Callable[[str], None] = compiled.warn,
+    warn: Warn = warn,
 ) -> Plan:
     """Plan one iteration.
 
@@ -115,7 +116,7 @@ def plan_trace(
     return replace(plan, seconds=took, notes=notes)
 
 
-def _repeated(trace: Trace, solver: str, seconds: float, progress: Progress | None, warn: Callable[[str], None]) -> Plan | None:
+def _repeated(trace: Trace, solver: str, seconds: float, progress: Progress | None, warn: Warn) -> Plan | None:
     """Plan one copy of what the trace repeats; None: it repeats nothing."""
     tensors = trace.columns()
     short = shorten(trace, tensors) if sum(tensors.sizes) < MAX_TOTAL else None
@@ -144,50 +145,47 @@ def _repeated(trace: Trace, solver: str, seconds: float, progress: Progress | No
     )
 
 
-def _plan(
-    iterations: Sequence[Trace], solver: str, seconds: float, progress: Progress | None, warn: Callable[[str], None]
-) -> Plan:
+def _plan(iterations: Sequence[Trace], solver: str, seconds: float, progress: Progress | None, warn: Warn) -> Plan:
     began = time.monotonic()
     trace = iterations[0]
     varying = set(varying_phases(iterations))
     planned, left = _sort_out(iterations, varying)
     problem = Problem(tuple(Buffer(t.id, Lifespan(t.birth, t.death), rounded(t.size)) for t in planned))
-    levels = Levels(trace, planned, problem)
-    bound = levels.bound
-    shared = Shared(began + COMPILING * seconds, progress, warn)
+    warn_once = cache(warn)
 
     def solved(problem: Problem, solver: str, end: float, start: Solution | None = None) -> Solution:
-        return place(problem, shared, solver=solver, seconds=end - time.monotonic(), start=start)
+        left = end - time.monotonic()
+        return solve(problem, solver=solver, seconds=left, start=start, progress=progress, warn=warn_once)
 
+    levels = Levels(trace, planned, problem, solved)
+    bound = levels.bound
     # Greedy first, over everything: no answer is worse than one sweep's, however little time there is.
     flat = solved(problem, "greedy", began)
-    # The sweep's time predicts the rest: the verifier and the slots take 1.5 times as long, the levels' own sweeps 2.5 times.
-    sweep = flat.seconds
-    deadline = began + seconds - 1.5 * sweep
-    all_greedy = solver == "greedy" or bool(too_large(problem.buffers))
-    greedy_end = deadline if all_greedy else share(deadline, 0.4)
-    levels_end = greedy_end - 2.5 * sweep
-    if time.monotonic() > levels_end:
-        bilevel = levels.leave_out(flat)
-    else:
-        # If the sweep is proven, the levels are for the report alone.
-        fraction = 0.2 if flat.proven else 1.0 if levels.one else 0.5
-        bilevel = levels.solve(solved, "greedy", share(levels_end, fraction), flat)
-        if not flat.proven and bilevel.peak > bound:
-            flat = _least(flat, levels.whole or solved(problem, "greedy", greedy_end, flat))
-            late = time.monotonic() > deadline - 2.5 * sweep
-            if solver != "greedy" and not flat.proven and not late:
-                end = deadline if levels.one else share(deadline, 0.75)
-                bilevel = _least(bilevel, levels.solve(solved, solver, end, flat))
-                if bilevel.peak > bound:
-                    flat = levels.whole or solved(problem, solver, deadline, flat)
+    deadline = began + seconds - 1.5 * flat.seconds  # what the verifier and the slots take, in times of the sweep
+    greedy_end = deadline if solver == "greedy" or too_large(problem.buffers) else share(deadline, 0.4)
+    stages = [("greedy", greedy_end)] if solver == "greedy" else [("greedy", greedy_end), (solver, deadline)]
+    if flat.proven:  # then the levels are for the report alone
+        stages = [("greedy", share(deadline, 0.2))]
+    one_phase = levels.of_one_phase(flat)
+    bilevel: Solution | None = None
+    for stage, end in stages:
+        if not one_phase:
+            bilevel = _least(bilevel, levels.solve(stage, share(end, 0.6)))
+            if bilevel.peak == bound:
+                break
+        flat = solved(problem, stage, end, flat)
+        if flat.proven:
+            break
+    if bilevel is None:
+        levels.of_one_phase(flat)
+        bilevel = levels.solve("greedy", began)
     best = _least(bilevel, flat)
     verify.require(problem.buffers, best.offsets, peak=best.peak, lower_bound=bound, alignment=UNIT)
     slots = tuple(
         Slot(t.id, t.birth_phase, t.k, t.birth, t.death, t.death_phase, t.size, o)
         for t, o in zip(planned, best.offsets, strict=True)
     )
-    notes = [*trace.notes, *levels.notes, *bilevel.notes, *flat.notes]
+    notes = [*trace.notes, *bilevel.notes, *flat.notes]
     return Plan(
         slots=slots,
         phases=tuple(replace(report, varying=p in varying) for p, report in enumerate(levels.reports())),
@@ -206,8 +204,8 @@ def _plan(
     )
 
 
-def _least(one: Solution, other: Solution) -> Solution:
-    return one if one.peak <= other.peak else other
+def _least(one: Solution | None, other: Solution) -> Solution:
+    return one if one is not None and one.peak <= other.peak else other
 
 
 def _sort_out(iterations: Sequence[Trace], varying: AbstractSet[int]) -> tuple[list[Tensor], list[tuple[str, int, str]]]:

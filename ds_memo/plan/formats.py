@@ -1,4 +1,4 @@
-"""Files in and out: the paper's text trace, MiniMalloc's CSV, and the plan as JSON.
+"""Files in and out: the paper's text trace, and the plan as JSON.
 
 A trace file:
 
@@ -8,26 +8,19 @@ A trace file:
 
 Blank lines and lines that begin with # are skipped. A file without any phase line is one phase called step. A tensor
 that is never freed lives to the end of the iteration.
-
-A MiniMalloc CSV has the columns id, lower, upper, size (and offset, in a solution): the buffer is alive at times t with
-lower <= t < upper. Sizes have no unit.
 """
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
 
 from ds_memo.errors import MOST_NAME, brief, quoted
 from ds_memo.files import read_bounded
 from ds_memo.plan import verify
 from ds_memo.plan.bilevel import PhaseReport, Plan, Slot
-from ds_memo.plan.dsa import Buffer, Lifespan, Offset, Problem
 from ds_memo.plan.errors import MalformedInput, PlanError
 from ds_memo.plan.phases import PHASE_WORDS, LayerPass, Part, PhaseName, parse_phase
 from ds_memo.plan.trace import UNIT, Phase, Request, Trace
@@ -35,27 +28,27 @@ from ds_memo.plan.trace import UNIT, Phase, Request, Trace
 SCHEMA = "ds_memo.plan/1"
 MAX_SIZE = 2**63
 MOST_TEXT_BYTES = 1 << 26
-"""Bytes of a trace, a CSV problem or a plan."""
+"""Bytes of a trace or a plan."""
 MOST_REQUESTS = 1 << 20
-"""Requests of a trace, buffers of a problem, slots of a plan."""
+"""Requests of a trace, slots of a plan."""
 MOST_PHASES = 1 << 16
 MOST_LAYERS = 1 << 16
 """Layer numbers in phase names are below this."""
 
 
-def _size(text: str, source: str, line: int, least: int) -> int:
-    words = f"a size in bytes, {least} to 2^63 - 1"
+def _size(text: str, source: str, line: int) -> int:
+    words = "a size in bytes, 0 to 2^63 - 1"
     try:
         size = int(text)
     except ValueError:
         raise MalformedInput(source, line, brief(text), words) from None
-    if not least <= size < MAX_SIZE:
+    if not 0 <= size < MAX_SIZE:
         raise MalformedInput(source, line, text, words)
     return size
 
 
 def _read(path: str | Path) -> str:
-    """Return the text with "\\n" as line end and without a byte order mark, which Excel writes."""
+    """Return the text with "\\n" as line end and without a byte order mark."""
     try:
         return read_bounded(path, MOST_TEXT_BYTES).decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as e:
@@ -113,7 +106,7 @@ def parse_trace(text: str, source: str = "trace") -> Trace:
                     raise MalformedInput(source, line, f"malloc of {i}, allocated in line {born[i]}", "a new id")
                 if len(born) >= MOST_REQUESTS:
                     raise MalformedInput(source, line, f"more than {MOST_REQUESTS:,} tensors", "the requests of one iteration")
-                requests.append(Request(_name(i, source, line, "an id"), _size(size, source, line, 0)))
+                requests.append(Request(_name(i, source, line, "an id"), _size(size, source, line)))
                 born[i] = line
             case ["free", i]:
                 if i not in born:
@@ -135,64 +128,6 @@ def make_trace(requests: Sequence[Request], marks: Sequence[tuple[PhaseName, int
     ends = [first for _, first in marks[1:]] + [len(requests)]
     phases = tuple(Phase(name, first, end) for (name, first), end in zip(marks, ends, strict=True))
     return Trace(tuple(requests), phases, tuple(notes))
-
-
-# ---- MiniMalloc
-
-
-def read_csv(path: str | Path) -> Problem:
-    """Read a MiniMalloc problem; further columns are ignored. Raises MalformedInput with file and line."""
-    return parse_csv(_read(path), str(path))
-
-
-def parse_csv(text: str, source: str = "csv") -> Problem:
-    rows = csv.reader(io.StringIO(text))
-    try:
-        return _problem(rows, source)
-    except csv.Error as e:
-        raise MalformedInput(source, rows.line_num, str(e), "comma-separated fields") from None
-
-
-def _problem(rows: Any, source: str) -> Problem:
-    head = [c.strip() for c in next(rows, [])]
-    wanted = ("id", "lower", "upper", "size")
-    missing = [c for c in wanted if c not in head]
-    if missing:
-        raise MalformedInput(source, 1, f"the columns {','.join(head) or 'nothing'}", f"the columns {','.join(wanted)}")
-    where = [head.index(c) for c in wanted]
-    buffers: list[Buffer] = []
-    ids: dict[str, int] = {}
-    for row in rows:
-        line = rows.line_num
-        if not row:
-            continue
-        if len(row) < len(head):
-            raise MalformedInput(source, line, f"{len(row)} fields in {brief(','.join(row))}", f"{len(head)} fields")
-        i, lower, upper, size = (row[c].strip() for c in where)
-        try:
-            life = Lifespan(int(lower), int(upper))
-        except ValueError:
-            raise MalformedInput(source, line, f"lower {brief(lower)}, upper {brief(upper)}", "two integers") from None
-        if not -MAX_SIZE <= life.lower < life.upper < MAX_SIZE:
-            raise MalformedInput(source, line, f"lower {lower}, upper {upper}", "lower < upper, both within 64 bits")
-        if i in ids:
-            raise MalformedInput(source, line, f"buffer {i}, already in line {ids[i]}", "a new id")
-        if len(buffers) >= MOST_REQUESTS:
-            raise MalformedInput(source, line, f"more than {MOST_REQUESTS:,} buffers", "a smaller problem")
-        ids[_name(i, source, line, "an id")] = line
-        buffers.append(Buffer(i, life, _size(size, source, line, 1)))
-    if not buffers:
-        raise MalformedInput(source, 0, "no buffers", "at least one row")
-    return Problem(tuple(buffers))
-
-
-def write_csv(problem: Problem, offsets: Sequence[Offset]) -> str:
-    """Return MiniMalloc's output: the input's columns and the offset."""
-    out = io.StringIO()
-    rows = csv.writer(out, lineterminator="\n")
-    rows.writerow(("id", "lower", "upper", "size", "offset"))
-    rows.writerows((b.id, *b.lifespan, b.size, o) for b, o in zip(problem.buffers, offsets, strict=True))
-    return out.getvalue()
 
 
 # ---- plans

@@ -55,12 +55,11 @@ class Levels:
         problem: Their buffers.
     """
 
-    def __init__(self, trace: Trace, planned: Sequence[Tensor], problem: Problem):
-        self.problem = problem
+    def __init__(self, trace: Trace, planned: Sequence[Tensor], problem: Problem, solved: Solved):
         self.bound = lower_bound(problem.buffers)
         self.block_bound = 0  # level 2's lower bound with every pseudo block packed
         self.unpacked: list[int] = []  # phases
-        self._trace = trace
+        self._trace, self._problem, self._solved = trace, problem, solved
         self._columns = columns(problem.buffers)
         self._loose = [i for i, t in enumerate(planned) if not t.transient]
         self._inside: list[list[int]] = [[] for _ in trace.phases]  # transient ones, by phase
@@ -71,10 +70,7 @@ class Levels:
         self._problems: list[Problem] = []  # by shape
         self._number_shapes()
         self._solutions: list[Solution | None] = [None] * len(self._problems)
-        self._whole = next((k for k, part in enumerate(self._problems) if len(part) == len(problem)), None)
-        self.one = self._whole is not None  # True if one phase has all tensors
         self._level2: tuple[Problem, Solution] | None = None
-        self.notes: list[str] = []  # about stages that were left out
 
     def _number_shapes(self) -> None:
         lower, upper, size = self._columns
@@ -83,58 +79,41 @@ class Levels:
             rows = np.stack((lower[inside] - phase.first, upper[inside] - phase.first, size[inside])).tobytes()
             self._shapes.append(shapes.setdefault(rows, len(shapes)))
             if len(shapes) > len(self._problems):
-                self._problems.append(Problem(tuple(self.problem.buffers[i] for i in inside)))
+                self._problems.append(Problem(tuple(self._problem.buffers[i] for i in inside)))
 
-    @property
-    def whole(self) -> Solution | None:
-        """The level-1 solution of a phase that has all tensors; it is the flat plan, too."""
-        return self._solutions[self._whole] if self._whole is not None else None
+    def of_one_phase(self, flat: Solution) -> bool:
+        """Return True if one phase has all tensors: `flat`, a plan of all, is its level-1 solution, too."""
+        whole = next((k for k, part in enumerate(self._problems) if len(part) == len(self._problem)), None)
+        if whole is not None:
+            self._solutions[whole] = flat
+        return whole is not None
 
-    def solve(self, solved: Solved, solver: str, deadline: float, flat: Solution) -> Solution:
-        """Plan the whole iteration: level 1 in half of the time, level 2 in the rest. If one phase has all tensors, level 1
-        gets all the time.
-
-        Args:
-            flat: The best solution so far for all tensors.
-        """
+    def solve(self, solver: str, deadline: float) -> Solution:
+        """Plan the whole iteration: level 1 in half of the time, level 2 in the rest. Each is swept at least."""
         began = time.monotonic()
-        self._solve_shapes(solved, solver, deadline if self.one else share(deadline, 0.5), flat)
+        self._solve_shapes(solver, share(deadline, 0.5))
         problem, blocks, loose = self._pack()
         start = self._level2[1] if self._level2 and self._level2[0] == problem else None
-        level2 = solved(problem, solver, deadline, start)
+        level2 = self._solved(problem, solver, deadline, start)
         self._level2 = problem, level2
-        offsets = [0] * len(self.problem)
+        offsets = [0] * len(self._problem)
         for i, o in zip(loose, level2.offsets, strict=False):  # the blocks' come after them
             offsets[i] = o
         for p, base in zip(blocks, level2.offsets[len(loose) :], strict=True):
             for i, o in zip(self._inside[p], self._solution(p).offsets, strict=True):
                 offsets[i] = base + o
         notes = [note for s in self._solutions if s for note in s.notes] + list(level2.notes)
-        top = peak(self.problem.buffers, offsets)
+        top = peak(self._problem.buffers, offsets)
         method = f"level 2: {level2.method}"
         seconds = time.monotonic() - began
         return Solution(offsets, top, self.bound, self.bound, method, seconds, tuple(dict.fromkeys(notes)))
 
-    def leave_out(self, flat: Solution) -> Solution:
-        """Return the flat plan and report the phases as they lie in it: there is no time for the levels."""
-        self.notes = ["the two levels were left out: no time"]
-        self.block_bound = self.bound
-        offsets, size = np.array(flat.offsets, np.int64), self._columns[2]
-        for p, inside in enumerate(self._inside):
-            if inside and self._solutions[self._shapes[p]] is None:
-                part = self._problems[self._shapes[p]]
-                at = offsets[inside]
-                extent, bound = int((at + size[inside]).max() - at.min()), lower_bound(part.buffers)
-                self._solutions[self._shapes[p]] = Solution((at - at.min()).tolist(), extent, bound, bound, flat.method, 0.0)
-        self._solutions = [s or Solution([], 0, 0, 0, flat.method, 0.0) for s in self._solutions]
-        return flat
-
     def _solution(self, phase: int) -> Solution:
         solution = self._solutions[self._shapes[phase]]
-        assert solution is not None  # solved, or left out
+        assert solution is not None  # solve() has run
         return solution
 
-    def _solve_shapes(self, solved: Solved, solver: str, deadline: float, flat: Solution) -> None:
+    def _solve_shapes(self, solver: str, deadline: float) -> None:
         """Solve level 1 for every shape without a proof, each in its tensors' share of the time."""
         unproven = [k for k, s in enumerate(self._solutions) if s is None or not s.proven]
         tensors = sum(len(self._problems[k]) for k in unproven)
@@ -142,8 +121,7 @@ class Levels:
             before, problem = self._solutions[k], self._problems[k]
             if before is not None and time.monotonic() > deadline:
                 break
-            start = flat if k == self._whole else before
-            s = solved(problem, solver, share(deadline, len(problem) / max(1, tensors)), start)
+            s = self._solved(problem, solver, share(deadline, len(problem) / max(1, tensors)), before)
             tensors -= len(problem)
             self._solutions[k] = s if before is None else replace(s, seconds=before.seconds + s.seconds)
 
@@ -165,7 +143,7 @@ class Levels:
         outside = self._loose + [i for p in self.unpacked for i in self._inside[p]]
         phases, rows = self._trace.phases, zip(born[fits].tolist(), dead[fits].tolist(), height[fits].tolist(), strict=True)
         packed = [Buffer(f"block {phases[p].name}", Lifespan(lo, up), h) for p, (lo, up, h) in zip(blocks, rows, strict=True)]
-        return Problem((*(self.problem.buffers[i] for i in outside), *packed)), blocks, outside
+        return Problem((*(self._problem.buffers[i] for i in outside), *packed)), blocks, outside
 
     def reports(self) -> list[PhaseReport]:
         out, told = [], set()

@@ -1,20 +1,24 @@
 """Exact search: a placement below a capacity, or the proof that there is none.
 
-ops/csrc/dsa_search.cpp, compiled at first use (native.py), does the work and explains the method.
+ops/csrc/dsa_search.cpp does the work and explains the method. It is compiled at first use (some 3 s; ds_memo/compiled.py) and
+loaded with ctypes; `load` does so ahead of time.
 """
 
 from __future__ import annotations
 
 import ctypes
 import threading
-import time
-import warnings
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
-from ds_memo.errors import MemoWarning
-from ds_memo.plan import native
+from ds_memo import compiled
+from ds_memo.compiled import Library, Unavailable
+from ds_memo.errors import warn
 from ds_memo.plan.dsa import MAX_TOTAL, Buffer, Offset, sections
+
+SOURCE = Path(__file__).parents[1] / "ops" / "csrc" / "dsa_search.cpp"
+FLAGS = ("-O2", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=off")
 
 STACK = 512 << 20  # bytes of address space for the recursion, one frame a decision; touched only as deep as it goes
 NO_LIMIT = 2**62
@@ -28,6 +32,37 @@ class Answer(NamedTuple):
     offsets: list[Offset] | None
     proven: bool
     nodes: int
+
+
+_library: ctypes.CDLL | str | None = None
+"""The compiled search, or why there is none in this process: an error object would keep the tensors of the frames it passed."""
+
+
+def load(deadline: float = float("inf")) -> ctypes.CDLL:
+    """Return the library with its argument types set; compile it if necessary.
+
+    Args:
+        deadline: `time.monotonic()` at which a compilation is stopped.
+
+    Raises:
+        Unavailable: no source, no compiler, a failed build, or not done before the deadline.
+    """
+    global _library
+    if _library is None:
+        try:
+            library = compiled.load(Library("dsa_search", SOURCE, FLAGS), ctypes.CDLL, deadline)
+        except Unavailable as error:
+            _library = str(error)
+        else:
+            ints, longs, doubles = (ctypes.POINTER(c) for c in (ctypes.c_int, ctypes.c_int64, ctypes.c_double))
+            library.ds_memo_dsa_search.argtypes = [
+                ctypes.c_int, ctypes.c_int, ints, ints, longs, ctypes.c_int64, ints, doubles, ctypes.c_int, ctypes.c_double,
+                ctypes.c_int64, longs, longs,
+            ]  # fmt: skip
+            _library = library
+    if isinstance(_library, str):
+        raise Unavailable(_library)
+    return _library
 
 
 def too_large(buffers: Sequence[Buffer]) -> str:
@@ -47,11 +82,11 @@ def search(buffers: Sequence[Buffer], capacity: int, seconds: float, *, max_node
         max_nodes: Limit of the decisions tried. A run is repeatable unless the time limit ends it.
 
     Raises:
-        ds_memo.compiled.Unavailable: The search cannot be compiled or loaded.
+        Unavailable: The search cannot be compiled or loaded.
     """
     if not buffers:
         return Answer([], True, 0)
-    library = native.load(time.monotonic() + seconds)
+    library = load()
     capacity = min(capacity, MAX_TOTAL)  # Problem keeps the sizes below it
     first, last, count = sections(buffers)
     size = [b.size for b in buffers]
@@ -76,7 +111,7 @@ def search(buffers: Sequence[Buffer], capacity: int, seconds: float, *, max_node
     )  # fmt: skip
     verdict = _with_deep_stack(lambda: library.ds_memo_dsa_search(*arguments))
     if verdict == -3:
-        warnings.warn(f"ds_memo: exact search over {n} buffers ran out of memory", MemoWarning, stacklevel=2)
+        warn(f"exact search over {n} buffers ran out of memory")
     return Answer(list(offsets) if verdict == 1 else None, verdict in (0, 1), nodes.value)
 
 

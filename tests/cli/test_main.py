@@ -105,7 +105,6 @@ def test_a_working_directory_that_is_gone(tmp_path: Path, words: str, code: int,
     [
         ("plan", "/dev/zero"),
         ("plan", "zero.pickle"),
-        ("plan", "zero.csv"),
         ("show", "/dev/zero"),
         ("report", "/dev/zero"),
         ("estimate", "--model", TINY, "--hardware", "h200", "--gpus", "1", "--seq-length", "1K", "--profile", "/dev/zero"),
@@ -114,8 +113,7 @@ def test_a_working_directory_that_is_gone(tmp_path: Path, words: str, code: int,
 )
 def test_input_without_end(capsys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in ("zero.pickle", "zero.csv"):
-        (tmp_path / name).symlink_to("/dev/zero")
+    (tmp_path / "zero.pickle").symlink_to("/dev/zero")
     assert "the most that is read" in complaint(capsys, *words)
 
 
@@ -128,10 +126,10 @@ def test_a_library_that_cannot_be_replaced(capsys, monkeypatch) -> None:
     """An OSError becomes one line with the file's name."""
 
     def raises(*_, **__):
-        raise PermissionError(13, "Permission denied", "/cache/dsa_search.so")
+        raise PermissionError(13, "Permission denied", "/cache/plan.so")
 
     monkeypatch.setattr("ds_memo.cli.plan.plan_trace", raises)
-    assert complaint(capsys, "plan", TRACE) == "ds-memo plan: /cache/dsa_search.so: Permission denied"
+    assert complaint(capsys, "plan", TRACE) == "ds-memo plan: /cache/plan.so: Permission denied"
 
 
 # ---- words

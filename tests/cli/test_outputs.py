@@ -10,14 +10,13 @@ import pytest
 
 from tests.command import call
 from tests.everyday import everyday
-from tests.plan.instances import DATA, TRACES
+from tests.plan.instances import TRACES
 from tests.processes import ROOT, python
 
 TRACE = str(TRACES[0])
 ESTIMATE = ("estimate", "--model", str(ROOT / "ds_configs" / "models" / "tiny.json"), "--hardware", "h200", "--gpus", "1")
 WRITERS = {
     "plan": ("plan", TRACE, "-o", "out.json"),
-    "plan csv": ("plan", str(DATA / "minimalloc" / "input.12.csv"), "-o", "out.csv"),
     "show png": ("show", "plan.json", "-o", "out.png"),
     "show html": ("show", "plan.json", "-o", "out.html"),
     "sweep csv": (*ESTIMATE, "--sweep", "1K,2K", "-o", "out.csv"),

@@ -27,7 +27,6 @@ ESTIMATE = ("estimate", "--gpus", "1", "--seq-length", "4K")
 KINDS = {  # what is damaged: (its strategy, the name it is given, the command)
     "trace": (texts("trace.txt"), "trace.txt", ("plan", "FILE", "--solver", "greedy", "-o", "OUT.json")),
     "several traces": (texts("trace.txt"), "trace.txt", ("plan", "FILE", TRACE, "--solver", "greedy", "--json")),
-    "csv": (texts("problem.csv"), "problem.csv", ("plan", "FILE", "--solver", "greedy", "-o", "OUT.csv")),
     "pickle": (pickles("snapshot.pickle"), "run.pickle", ("plan", "FILE", "--solver", "greedy")),
     "plan": (jsons("plan.json"), "plan.json", ("show", "FILE", "-o", "OUT.html")),
     "report": (jsons("report.json"), "report.json", ("report", "FILE")),
@@ -87,7 +86,7 @@ def damaged(kind: str, folder: Path, examples: int) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_not_damaged_is_taken(kind: str, tmp_path: Path) -> None:
-    name = {"pickle": "snapshot.pickle", "several traces": "trace.txt", "trace": "trace.txt", "csv": "problem.csv"}.get(kind)
+    name = {"pickle": "snapshot.pickle", "several traces": "trace.txt", "trace": "trace.txt"}.get(kind)
     words = words_of(kind, (CORPUS / (name or f"{kind}.json")).read_bytes(), tmp_path)
     with contextlib.redirect_stdout(io.StringIO()):
         assert cli.main(words) == 0

@@ -46,7 +46,7 @@ def plant(place: Path, proof: Path) -> None:
     source.write_text(
         "#include <fcntl.h>\n"
         f'__attribute__((constructor)) static void loaded() {{ open("{proof}", O_CREAT | O_WRONLY, 0600); }}\n'
-        'extern "C" int ds_memo_dsa_search() { return -1; }\n'
+        'extern "C" int answer() { return -1; }\n'
     )
     place.unlink()
     subprocess.run([*compiler(), "-shared", "-fPIC", source, "-o", place], check=True)

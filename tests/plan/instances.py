@@ -3,6 +3,7 @@ rectangle."""
 
 from __future__ import annotations
 
+import csv
 import os
 import random
 from collections.abc import Iterator
@@ -21,6 +22,22 @@ DATA = Path(__file__).resolve().parents[1] / "data"
 TRACES = sorted((DATA / "requests").glob("*.txt"))
 MINIMALLOC = sorted((DATA / "minimalloc").glob("?.1048576.csv"))
 CAPACITY = 1 << 20
+GAP = Problem.of(
+    (name, *row)
+    for name, row in zip(
+        "abcdefghi",
+        [(0, 8, 1), (6, 9, 5), (0, 3, 5), (8, 9, 4), (0, 5, 3), (0, 5, 1), (3, 4, 4), (3, 9, 1), (4, 8, 3)],
+        strict=True,
+    )
+)
+"""The smallest instance without a placement at its lower bound that a random search found."""
+GAP_BOUND, GAP_BEST = 10, 11
+
+
+def packing(path: Path) -> Problem:
+    """Read a problem as google/minimalloc stores it: id, lower, upper and size in columns."""
+    with open(path) as file:
+        return Problem.of((row["id"], int(row["lower"]), int(row["upper"]), int(row["size"])) for row in csv.DictReader(file))
 
 
 @contextmanager

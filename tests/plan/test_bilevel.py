@@ -11,7 +11,6 @@ from ds_memo.plan.errors import TooLarge, TracesDiffer
 from ds_memo.plan.formats import make_trace, parse_trace
 from ds_memo.plan.phases import LayerPass, parse_phase
 from ds_memo.plan.repeat import repeat_layer
-from ds_memo.plan.solver import place
 from ds_memo.plan.trace import Request, Trace
 from tests.everyday import everyday
 from tests.plan.instances import TRACES, a_second_at_most, dense
@@ -51,7 +50,7 @@ def test_the_plan_of_the_shared_traces_is_the_least(path):
 def test_32_layers_take_as_many_solves_as_4(path, monkeypatch):
     """benchmarks/plan.py prints the time."""
     solves = []
-    monkeypatch.setattr(bilevel, "place", lambda *args, **kwargs: solves.append(args) or place(*args, **kwargs))
+    monkeypatch.setattr(bilevel, "solve", lambda *args, **kwargs: solves.append(args) or solve(*args, **kwargs))
     few = read_trace(path)
     many = repeat_layer(few, 32)
     assert [sum(isinstance(p.name, LayerPass) for p in trace.phases) for trace in (few, many)] == [8, 64]

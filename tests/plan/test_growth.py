@@ -17,7 +17,6 @@ from ds_memo.plan.dsa import Buffer, Lifespan, Problem, peak
 from ds_memo.plan.formats import make_trace, parse_trace
 from ds_memo.plan.phases import LayerPass
 from ds_memo.plan.repeat import repeat_layer
-from ds_memo.plan.simulate import simulate
 from ds_memo.plan.trace import Request, Trace, rounded
 from tests.ops.compiling import lacks
 from tests.plan.instances import dense, flat, layered
@@ -73,7 +72,7 @@ def test_a_long_trace_in_no_time(make, solver):
     trace = make(20_000)
     plan = plan_trace(trace, solver=solver, seconds=0.01)
     assert plan.peak <= swept(trace) < 1.2 * plan.lower_bound
-    assert plan.kind == "flat" and "the two levels were left out: no time" in plan.notes
+    assert any("the time limit is 0.01 s" in note for note in plan.notes)
     assert all(phase.peak >= phase.lower_bound > 0 for phase in plan.phases)
 
 
@@ -154,18 +153,13 @@ def test_a_wrong_slot_among_many_is_found():
     assert verify.check(buffers, offsets)[0] == "bad_overlap"
 
 
-# ---- names, time, interrupts
+# ---- names, time
 
 
 def test_a_long_name_does_not_widen_the_table():
     names = ["L0.f", "x" * 100_000, *(LayerPass(i, False) for i in range(1, 40))]
     trace = make_trace([Request(str(i), 512) for i in range(len(names))], [(n, i) for i, n in enumerate(names)])
-    assert len(_table(plan_trace(trace, solver="greedy"), {})) < 20_000
-
-
-def test_the_simulation_stops_at_its_deadline():
-    assert simulate(layered(1000), deadline=time.monotonic() - 1) is None
-    assert simulate(layered(1000), deadline=time.monotonic() + 600).reserved > 0
+    assert len(_table(plan_trace(trace, solver="greedy"))) < 20_000
 
 
 SEARCHING = """

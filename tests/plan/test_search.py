@@ -2,17 +2,16 @@ import pytest
 from hypothesis import given, settings
 
 from ds_memo.errors import MemoWarning
-from ds_memo.plan import fit, native, plan_trace, read_csv, solve, verify
+from ds_memo.plan import plan_trace, solve, verify
 from ds_memo.plan.dsa import Problem, lower_bound
 from ds_memo.plan.formats import make_trace
 from ds_memo.plan.phases import LayerPass
 from ds_memo.plan.search import search
 from ds_memo.plan.trace import Request, Trace
 from tests.ops.compiling import lacks, stand_in
-from tests.plan.instances import CAPACITY, MINIMALLOC, a_second_at_most, best_peak, dense
+from tests.plan.instances import CAPACITY, GAP, GAP_BEST, GAP_BOUND, MINIMALLOC, a_second_at_most, best_peak, dense, packing
 from tests.plan.search_oracle import fits
 from tests.plan.test_dsa import problems
-from tests.plan.test_milp import GAP, GAP_BEST, GAP_BOUND
 
 needs_compiler = pytest.mark.skipif(bool(lacks()), reason=str(lacks()))
 
@@ -63,9 +62,10 @@ def test_a_search_can_be_repeated(shape):
 @needs_compiler
 @pytest.mark.parametrize("path", MINIMALLOC, ids=lambda p: p.name[0])
 def test_minimalloc_challenging(path):
-    problem = read_csv(path)
-    found = fit(problem, CAPACITY, seconds=10)
-    assert found is not None, "not solved within 10 s"
+    """Their lower bound is the capacity, which neither greedy nor CBC reaches."""
+    problem = packing(path)
+    found = solve(problem, seconds=10)
+    assert found.peak == CAPACITY, "not solved within 10 s"
     assert verify.check(problem.buffers, found.offsets, capacity=CAPACITY) is None
 
 
@@ -73,8 +73,7 @@ def test_minimalloc_challenging(path):
 @pytest.mark.parametrize("shape", [{}, {"pinwheels": 0.5}, {"drop": 0.02}])
 @pytest.mark.parametrize("n", [150, 250])
 def test_dense_packings(n, shape):
-    problem = dense(n, seed=3, **shape)
-    assert fit(problem, CAPACITY, seconds=10) is not None
+    assert search(dense(n, seed=3, **shape).buffers, CAPACITY, 10).offsets is not None
 
 
 @needs_compiler
@@ -118,8 +117,6 @@ def test_keeps_its_time_limit():
 # ---- without a compiler
 
 WITHOUT = "without the exact search: dsa_search is not available: "
-PACKED = Problem.of([("a", 1, 2, 6), ("b", 6, 9, 6), ("c", 3, 8, 2), ("d", 1, 7, 2), ("e", 1, 5, 5)])
-PACKED_BEST = 13  # greedy has 14
 
 
 def gaps(phases: int) -> Trace:
@@ -134,7 +131,7 @@ def gaps(phases: int) -> Trace:
 
 @pytest.fixture(params=["/nonexistent/c++", "false"])
 def no_compiler(request, monkeypatch, tmp_path):
-    monkeypatch.setattr(native, "_loaded", None)
+    monkeypatch.setattr("ds_memo.plan.search._library", None)
     monkeypatch.setenv("CXX", request.param)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
@@ -149,17 +146,6 @@ def test_without_a_compiler_cbc_goes_on_and_says_so(solver):
     assert (found.peak, found.lower_bound, found.bound, found.proven) == (GAP_BEST, GAP_BOUND, GAP_BEST, True)
     (note,) = found.notes
     assert note.startswith("exact search left out: dsa_search is not available: ")
-
-
-@pytest.mark.processes
-@pytest.mark.usefixtures("no_compiler")
-def test_without_a_compiler_cbc_answers_whether_it_fits():
-    with pytest.warns(MemoWarning, match=WITHOUT) as said:
-        found = fit(PACKED, PACKED_BEST, seconds=20)
-    assert len(said) == 1 and found.method == "mip (cbc)" and found.peak == PACKED_BEST and len(found.notes) == 1
-    with pytest.warns(MemoWarning, match=WITHOUT):
-        assert fit(GAP, GAP_BOUND, seconds=20) is None
-    assert fit(PACKED, PACKED_BEST, solver="greedy") is None
 
 
 @pytest.mark.processes
@@ -181,14 +167,13 @@ def test_without_a_compiler_a_limit_of_one_second_is_kept(n):
     hard = dense(n, seed=1, trim=0.2)
     with a_second_at_most():
         found = solve(hard, solver="search", seconds=1)
-        fit(hard, CAPACITY, seconds=1)
     assert verify.check(hard.buffers, found.offsets, peak=found.peak) is None
 
 
 @pytest.mark.processes
 @needs_compiler
 def test_a_compiler_that_hangs_leaves_half_of_the_time_limit(tmp_path, monkeypatch):
-    monkeypatch.setattr(native, "_loaded", None)
+    monkeypatch.setattr("ds_memo.plan.search._library", None)
     monkeypatch.setenv("CXX", stand_in(tmp_path, "sleep 600")[0])
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.warns(MemoWarning, match="was not done when the time limit ended"):

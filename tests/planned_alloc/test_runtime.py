@@ -13,11 +13,11 @@ from torch import nn
 import ds_memo
 from ds_memo.ops.allocator import MIN_BYTES, Allocator
 from ds_memo.ops.builder import AllocatorBuilder
-from ds_memo.plan import native
+from ds_memo.plan import search
 from ds_memo.planned_alloc import runtime as addresses
 from tests.everyday import everyday
 from tests.models import MODELS, Batch, Toy, build, step
-from tests.plan.test_milp import GAP
+from tests.plan.instances import GAP
 from tests.planned_alloc.planned import BARE, BATCH, CONFIG, CPU, Counting, bit_equal, outcomes
 
 pytestmark = pytest.mark.usefixtures("nothing_stays_planned")
@@ -334,7 +334,7 @@ def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.processes
 def test_no_compiler_for_the_exact_search(monkeypatch: pytest.MonkeyPatch) -> None:
     """The op is there, from the cache or compiled ahead of time. CBC plans what greedy cannot prove, and the report says so."""
-    monkeypatch.setattr(native, "_loaded", None)
+    monkeypatch.setattr(search, "_library", None)
     model = build("plain")
     events = sorted([(b.lifespan.upper, 0, b) for b in GAP.buffers] + [(b.lifespan.lower, 1, b) for b in GAP.buffers])
 

@@ -1,5 +1,7 @@
 """PyTorch's caching allocator, simulated: the bytes it reserves for a trace, to compare a plan with.
 
+    python -m benchmarks.caching_allocator trace.txt run.pickle      # GiB over two iterations, beside the plan's peak
+
 The rules are those of c10/cuda/CUDACachingAllocator.cpp (pytorch/pytorch at commit eb42ad6), for one stream and default
 settings:
 
@@ -17,13 +19,15 @@ Not simulated: several streams, record_stream, cudaMalloc's own granularity, a f
 
 from __future__ import annotations
 
-import time
+import argparse
 from dataclasses import dataclass
 from itertools import count
 
+from ds_memo.plan import plan_trace, read_trace
+from ds_memo.plan.snapshot import SUFFIXES, read_snapshot
 from ds_memo.plan.sorted_keys import SortedKeys
 from ds_memo.plan.trace import Trace, rounded
-from ds_memo.units import MIB, round_up
+from ds_memo.units import GIB, MIB, round_up
 
 SMALL, SMALL_BUFFER, LARGE_BUFFER, MIN_LARGE, ROUND_LARGE = MIB, 2 * MIB, 20 * MIB, 10 * MIB, 2 * MIB
 
@@ -53,20 +57,15 @@ class Reserved:
     allocated: int
 
 
-def simulate(trace: Trace, *, expandable: bool = False, iterations: int = 1, deadline: float = float("inf")) -> Reserved | None:
+def simulate(trace: Trace, *, expandable: bool = False, iterations: int = 1) -> Reserved:
     """Replay the trace and return its peaks; several iterations show what is left over from the first.
 
     Tensors that the trace never frees are freed at the end of an iteration. O(n log n), some 5 µs a request.
-
-    Args:
-        deadline: `time.monotonic()` after which the replay stops and returns None.
     """
     allocator = _Allocator(expandable)
     for _ in range(iterations):
         alive: dict[str, _Block] = {}
-        for at, (id_, size) in enumerate(trace.requests):
-            if at % 1024 == 0 and time.monotonic() > deadline:
-                return None
+        for id_, size in trace.requests:
             if size is None:
                 if id_ in alive:
                     allocator.free(alive.pop(id_))
@@ -180,3 +179,17 @@ class _Allocator:
             self.tails[small] = block
         self.reserved += more
         return block
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("traces", nargs="+")
+    for path in parser.parse_args().traces:
+        trace = read_snapshot(path) if path.endswith(SUFFIXES) else read_trace(path)
+        native, expandable = (simulate(trace, expandable=how, iterations=2).reserved / GIB for how in (False, True))
+        plan = plan_trace(trace).peak / GIB
+        print(f"{path}: plan {plan:.3f} GiB, native {native:.3f} GiB, expandable segments {expandable:.3f} GiB")
+
+
+if __name__ == "__main__":
+    main()

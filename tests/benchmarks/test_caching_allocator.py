@@ -3,9 +3,9 @@
 import pytest
 from hypothesis import given, settings
 
+from benchmarks.caching_allocator import MIB, simulate
 from ds_memo.plan import plan_trace, read_trace
 from ds_memo.plan.formats import parse_trace
-from ds_memo.plan.simulate import MIB, simulate
 from tests.plan.instances import TRACES
 from tests.plan.test_bilevel import traces
 
