@@ -174,8 +174,8 @@ class Addresses:
         with _lock:  # only now: a backward waits for autograd's thread, which may hold the lock to end another model
             self._allocator.install()
             _installed.add(self)
-        self._end = weakref.finalize(self, _end, self._allocator, self._device, self._plans.known)
-        self._end.atexit = False
+        self._finalizer = weakref.finalize(self, _end, self._allocator, self._device, self._plans.known)
+        self._finalizer.atexit = False
         self.installed = True
 
     # ---- called by the run
@@ -339,7 +339,7 @@ class Addresses:
             self._finish_pass()
             _installed.discard(self)
             self.installed = False  # layers that run after this are refused, but not before they have told their observers
-            self._end()
+            self._finalizer()
         elif self.planned and not any(other._device.type == self._device.type for other in _installed):
             keep_blocks_whole(self._device, False)
 

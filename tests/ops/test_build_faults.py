@@ -1,4 +1,4 @@
-"""Training when the op cannot be built, cached or trusted: it goes on and warns once."""
+"""Training when the op cannot be built, cached or trusted: it goes on and warns once. tests/test_compiled.py has each fault."""
 
 from __future__ import annotations
 
@@ -110,9 +110,8 @@ def test_a_compiler_that_fails(run: Callable[..., dict[str, Any]], cxx: str, why
     assert got["hits"] is None
 
 
-@pytest.mark.parametrize("room", [0, 100_000])
-def test_a_full_disk(run: Callable[..., dict[str, Any]], quick: tuple[str, Path], tmp_path: Path, room: int) -> None:
-    got = run(CXX=quick[0], file_bytes=room)
+def test_a_full_disk(run: Callable[..., dict[str, Any]], quick: tuple[str, Path], tmp_path: Path) -> None:
+    got = run(CXX=quick[0], file_bytes=100_000)
     (warning,) = got["warned"]
     assert warning.startswith("memory addresses are not planned: memo_allocator_cpu is not available: ")
     assert got["hits"] is None
@@ -129,12 +128,8 @@ def test_no_folder_can_be_written(run: Callable[..., dict[str, Any]], quick: tup
 # ---- it cannot be kept
 
 
-@pytest.mark.parametrize("cache", ["a file", "/proc"])
-def test_a_cache_that_cannot_be_written(
-    run: Callable[..., dict[str, Any]], quick: tuple[str, Path], tmp_path: Path, cache: str
-) -> None:
-    (tmp_path / "a file").touch()
-    got = run(str(tmp_path / cache), CXX=quick[0])
+def test_a_cache_that_cannot_be_written(run: Callable[..., dict[str, Any]], quick: tuple[str, Path]) -> None:
+    got = run("/proc", CXX=quick[0])
     (warning,) = got["warned"]
     assert "cannot be made" in warning and "memo_allocator_cpu is compiled for this process alone" in warning
     assert got["hits"] > 0
@@ -143,41 +138,26 @@ def test_a_cache_that_cannot_be_written(
 # ---- it cannot be trusted
 
 
-@pytest.mark.parametrize("damage", ["cut", "other content"])
-def test_a_damaged_op_is_built_anew_once(
-    run: Callable[..., dict[str, Any]], quick: tuple[str, Path], tmp_path: Path, damage: str
-) -> None:
+def test_a_damaged_op_is_built_anew_once(run: Callable[..., dict[str, Any]], quick: tuple[str, Path], tmp_path: Path) -> None:
     assert run(CXX=quick[0])["hits"] > 0
     before = builds(quick[1])
     op = kept(tmp_path / "cache")
-    whole = op.read_bytes()
-    op.write_bytes(whole[: len(whole) // 2] if damage == "cut" else b"not a library")
+    op.write_bytes(op.read_bytes()[:100_000])
     for _ in range(2):
         got = run(CXX=quick[0])
         assert got["hits"] > 0 and got["warned"] == []
     assert builds(quick[1]) == 2 * before
 
 
-@pytest.mark.processes
-@pytest.mark.parametrize("how", NOT_TRUSTED)
 def test_what_others_may_have_written_is_not_loaded(
-    run: Callable[..., dict[str, Any]], quick: tuple[str, Path], tmp_path: Path, how: str
+    run: Callable[..., dict[str, Any]], quick: tuple[str, Path], tmp_path: Path
 ) -> None:
     run(CXX=quick[0])
     op, proof = kept(tmp_path / "cache"), tmp_path / "it was loaded"
     plant(op, proof)
-    distrust, said = NOT_TRUSTED[how]
+    distrust, said = NOT_TRUSTED["a file that all may write"]
     distrust(op)
     got = run(CXX=quick[0])
     (warning,) = got["warned"]
     assert said in warning and "is compiled" in warning
     assert got["hits"] > 0 and not proof.exists()
-
-
-@pytest.mark.processes
-def test_a_relative_cache_folder_is_ignored(run: Callable[..., dict[str, Any]], quick: tuple[str, Path], tmp_path: Path) -> None:
-    run(CXX=quick[0])
-    plant(kept(tmp_path / "cache"), tmp_path / "it was loaded")
-    got = run("cache", CXX=quick[0], HOME=str(tmp_path / "home"))
-    assert got["hits"] > 0 and got["warned"] == [] and not (tmp_path / "it was loaded").exists()
-    assert kept(tmp_path / "home" / ".cache").is_file()

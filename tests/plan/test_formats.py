@@ -321,9 +321,7 @@ HOSTILE = {
     "an index": b"\x80\x04]r" + (1 << 31).to_bytes(4, "little") + b".",  # C's unpickler makes room for 2^32 objects
     "a length": b"\x80\x04\x8d" + (1 << 62).to_bytes(8, "little") + b"x.",
     "a frame": b"\x80\x04\x95" + (1 << 62).to_bytes(8, "little") + b"].",
-    "lists": b"\x80\x04" + b"]" * (1 << 25) + b".",
     "remembered lists": b"\x80\x04" + b"]\x94" * (1 << 24) + b".",
-    "marks": b"\x80\x04" + b"(" * (1 << 25) + b".",
 }
 BOUNDED = """
 import resource, sys
