@@ -26,7 +26,7 @@ from ds_memo.plan.trace import Request, Trace
 
 MOST_SNAPSHOT_BYTES = 1 << 28
 MOST_STEPS = 1 << 24
-"""Opcodes of a pickle: some 200,000 events with 60 stack frames each. All together add some 2 GiB at most."""
+"""Opcodes of a pickle: some 200,000 events with 60 stack frames each. All together add some 1.3 GiB at most."""
 SUFFIXES = (".pickle", ".pkl")
 _WRITTEN_BY = "a pickle of plain containers, as torch.cuda.memory._dump_snapshot writes it"
 _PythonsUnpickler: Any = vars(pickle)["_Unpickler"]
