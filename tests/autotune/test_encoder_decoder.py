@@ -58,7 +58,7 @@ def test_without_a_profile(memo: dict[str, Any], tmp_path: Path) -> None:
     """It is said once, it shows in the report, and gradients are stock's."""
     model = encoder_and_decoder()
     stock = copy.deepcopy(model)
-    handle = ds_memo.attach(model, {"enabled": True, "plan": {"enabled": False, "cache_dir": str(tmp_path)}, **memo})
+    handle = ds_memo.attach(model, {"enabled": True, "plan": {"enabled": False}, "cache_dir": str(tmp_path), **memo})
     with pytest.warns(ds_memo.MemoWarning) as said:
         for lengths in LENGTHS:
             assert_same(outcome(model, inputs(*lengths)), outcome(stock, inputs(*lengths)))
@@ -72,7 +72,7 @@ def test_without_a_profile(memo: dict[str, Any], tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore::ds_memo.errors.MemoWarning")
 def test_t5_without_a_profile(tmp_path: Path) -> None:
     """Its layers hand on position biases, which want a gradient."""
-    section = {"enabled": True, "plan": {"enabled": False, "cache_dir": str(tmp_path)}}
+    section = {"enabled": True, "plan": {"enabled": False}, "cache_dir": str(tmp_path)}
     report = compare_with_stock(t5(), lambda model, number: outcome(model, inputs(*LENGTHS[number])), section)
     assert sum("120 states of an encoder" in warning for warning in report["warnings"]) == 1
     assert report["profile"] is None

@@ -59,7 +59,7 @@ def batch(length: int, images: int = 0, seed: int = 0) -> dict[str, torch.Tensor
 
 
 def attached(model: nn.Module, cache: Path, **memo: Any) -> MemoHandle:
-    section = {"device_memory_gib": DEVICE, "resident_layers": 1, **memo, "plan": {"enabled": False, "cache_dir": str(cache)}}
+    section = {"device_memory_gib": DEVICE, "resident_layers": 1, **memo, "plan": {"enabled": False}, "cache_dir": str(cache)}
     return ds_memo.attach(model, {"enabled": True, **section})
 
 
@@ -175,7 +175,7 @@ def test_a_kind_that_trains_later_is_recomputed_where_all_else_is_not(why: str, 
     """How much it takes is not known: room for it without recompute cannot be counted on."""
     model = vision_and_text()
     stock = copy.deepcopy(model)
-    handle = ds_memo.attach(model, {"device_memory_gib": 1.0, "plan": {"enabled": False, "cache_dir": str(tmp_path)}})
+    handle = ds_memo.attach(model, {"device_memory_gib": 1.0, "plan": {"enabled": False}, "cache_dir": str(tmp_path)})
     for number in range(3):
         for each in (model, stock):
             each.model.vision_tower.requires_grad_(number > 0 or why == "not called")

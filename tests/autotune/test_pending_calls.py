@@ -47,7 +47,7 @@ def shared(layers: int, calls: int) -> Shared:
 
 
 def attached(model: nn.Module, cache: Path, **memo: Any) -> MemoHandle:
-    return ds_memo.attach(model, {"enabled": True, "plan": {"enabled": False, "cache_dir": str(cache)}, **memo})
+    return ds_memo.attach(model, {"enabled": True, "plan": {"enabled": False}, "cache_dir": str(cache), **memo})
 
 
 def steps(model: nn.Module, count: int, forwards: int = 1) -> list[tuple[int, dict[str, torch.Tensor]]]:
@@ -124,7 +124,7 @@ def test_a_host_for_the_frames_of_one_call(tmp_path: Path) -> None:
 def test_with_planned_addresses(tmp_path: Path) -> None:
     model = shared(2, 3)
     want = steps(copy.deepcopy(model), 1)[0][1]
-    handle = attached(model, tmp_path, device_memory_gib=8 / 1024, plan={"cache_dir": str(tmp_path)})
+    handle = attached(model, tmp_path, device_memory_gib=8 / 1024, plan={})
     for _, got in steps(model, 6):
         for name, gradient in got.items():
             assert torch.allclose(gradient, want[name], rtol=1e-4, atol=1e-6), name
@@ -136,7 +136,7 @@ def test_with_planned_addresses(tmp_path: Path) -> None:
 def test_calls_that_nobody_expected_are_not_beside_the_layers(tmp_path: Path) -> None:
     """The first pass is solved for one of each: the others' frames are in its log, and are solved for from then on."""
     model = shared(3, 2)
-    handle = attached(model, tmp_path, device_memory_gib=30 / 1024, plan={"cache_dir": str(tmp_path)})
+    handle = attached(model, tmp_path, device_memory_gib=30 / 1024, plan={})
     steps(model, 2)
     run = handle._session.policy.pass_solution.run
     handle.detach()

@@ -26,7 +26,7 @@ def of_this_size(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def attached(model: Any, folder: Path, **memo: Any) -> MemoHandle:
-    return ds_memo.attach(model, {"plan": {"enabled": False, "cache_dir": str(folder)}, "device_memory_gib": 0.01, **memo})
+    return ds_memo.attach(model, {"plan": {"enabled": False}, "cache_dir": str(folder), "device_memory_gib": 0.01, **memo})
 
 
 def working(handle: MemoHandle) -> float:

@@ -42,7 +42,7 @@ def trained(model: Any, steps: int = 1, **section: Any) -> tuple[Any, dict[str, 
 @pytest.fixture(scope="module")
 def profile(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("profiles")
-    return trained(small("llama"), plan={"enabled": False, "cache_dir": str(folder)})[1]["profile_itself"]
+    return trained(small("llama"), plan={"enabled": False}, cache_dir=str(folder))[1]["profile_itself"]
 
 
 def least(profile: Any, tiles: Tiles | None) -> int:

@@ -24,7 +24,7 @@ pytestmark = engines.ON_ONE_CPU_RANK
 def test_an_engine_chooses_by_itself(stage: int, tmp_path: Path) -> None:
     """Nothing but "enabled": the profile runs each layer under ZeRO, and leaves no gradient behind."""
     want = train(start(ds_config(stage)))
-    memo = {"enabled": True, "plan": {"enabled": False, "cache_dir": str(tmp_path)}}
+    memo = {"enabled": True, "plan": {"enabled": False}, "cache_dir": str(tmp_path)}
     for device, checkpointing in ((None, False), (6e-4, True)):
         engine = start(ds_config(stage, memo=memo | ({"device_memory_gib": device} if device else {})))
         got = train(engine)
@@ -55,7 +55,7 @@ def test_a_profile_once_zero_3_gathers_ahead(before: str, tmp_path: Path, monkey
         return losses + train(engine, length=80)
 
     want = trained(start(ds_config(3)))
-    engine = start(ds_config(3, memo={"enabled": True, "plan": {"enabled": False, "cache_dir": str(tmp_path)}}))
+    engine = start(ds_config(3, memo={"enabled": True, "plan": {"enabled": False}, "cache_dir": str(tmp_path)}))
     assert trained(engine) == pytest.approx(want, rel=1e-5)
     report = engine.memo.report()
     assert report["profile"] and report["warnings"] == []
@@ -73,7 +73,7 @@ def test_a_step_that_overflowed_shows_no_optimizer_states(tmp_path: Path, monkey
         measure(budgets, model, has_engine, stepped)
 
     monkeypatch.setattr(Budgets, "measure", noting)
-    engine = start(ds_config(memo={"enabled": True, "plan": {"enabled": False, "cache_dir": str(tmp_path)}}))
+    engine = start(ds_config(memo={"enabled": True, "plan": {"enabled": False}, "cache_dir": str(tmp_path)}))
     monkeypatch.setattr(engine, "was_step_applied", lambda: False)
     train(engine, steps=2)
     assert measured == [False]

@@ -100,7 +100,7 @@ def test_losses_and_gradients(
 ) -> None:
     monkeypatch.setattr("deepspeed.ops.random_ltd.dropping_utils.random_ltd_module", Kernels)
     want = train(engine_of(stage, section), backward)
-    engine = engine_of(stage, section, memo={**memo, "plan": {"cache_dir": str(tmp_path)}})
+    engine = engine_of(stage, section, memo={**memo, "cache_dir": str(tmp_path)})
     got = train(engine, backward)
     for ours, stocks in zip(got, want, strict=True):
         torch.testing.assert_close(ours, stocks, rtol=0, atol=2e-6 * max(1.0, stocks.abs().max().item()))

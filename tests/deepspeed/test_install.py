@@ -57,7 +57,7 @@ def test_deepspeeds_own_initialize_obeys_memo(installed: None, capsys: pytest.Ca
 
 def test_what_moves_from_the_second_step_on_is_told(installed: None, capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
     """The first step has all layers on the device, and shows the memory of head and loss."""
-    memo = {"enabled": True, "device_memory_gib": 3.4 / 1024, "plan": {"cache_dir": str(tmp_path)}}
+    memo = {"enabled": True, "device_memory_gib": 3.4 / 1024, "cache_dir": str(tmp_path)}
     engine = start(ds_config(memo=memo))
     train(engine, steps=1, length=128)
     assert not engine.memo.report()["active"] and not [line for line in capsys.readouterr().err.splitlines() if "moved" in line]

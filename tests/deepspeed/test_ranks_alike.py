@@ -261,7 +261,7 @@ class TestSolutions(DistributedTest):
 
         if dist.get_rank() == 1:
             monkeypatch.setattr(*((runtime, lacks) if lacks == "Allocator" else (runtime.Addresses, "_install")), refuse)
-        memo = {"device_memory_gib": 1.0, "plan": {"cache_dir": str(tmp_path)}}
+        memo = {"device_memory_gib": 1.0, "cache_dir": str(tmp_path)}
         with in_parts("llama", memo) as (model, handle, want):
             kinds = self.run(model, handle, want, steps=3)
             assert kinds[-1] == ["NO_RECOMPUTE"] * 4  # the first step shows what the head takes only where addresses are planned
@@ -272,7 +272,7 @@ class TestSolutions(DistributedTest):
 
     def test_other_room_and_other_graphs(self, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         """Rank 1 has less of the host, and holds a graph that rank 0 has dropped."""
-        memo = {"device_memory_gib": ONE_FORWARD, "plan": {"enabled": False, "cache_dir": str(tmp_path)}}
+        memo = {"device_memory_gib": ONE_FORWARD, "plan": {"enabled": False}, "cache_dir": str(tmp_path)}
         with in_parts("llama", memo) as (model, handle, want):
             assert self.run(model, handle, want) == [["NO_RECOMPUTE"] * 4]
             tokens, positions, _ = map(part, batch())
@@ -290,7 +290,7 @@ class TestSolutions(DistributedTest):
         monkeypatch.setattr(agree, "meet", alone)
         if dist.get_rank() == 1:
             monkeypatch.setattr(runtime.Addresses, "_built", lambda *_: None)
-        memo = {"device_memory_gib": 1.0, "plan": {"cache_dir": str(tmp_path)}}
+        memo = {"device_memory_gib": 1.0, "cache_dir": str(tmp_path)}
         with pytest.raises((RuntimeError, AssertionError)), in_parts("llama", memo, seconds=4) as (model, _, want):
             assert_same_grads(gradients_of_parts(model), want, FP32)
         dist.destroy_process_group()

@@ -313,7 +313,7 @@ class TestShortFirst(DistributedTest):
         run.SHORTEST = model_profile.SHORTEST = 128
         lengths = [[16, 240, 16, 240, 240, 16], [16, 16, 240, 240, 16, 240]][dist.get_rank()]
         want = train(start(stage), lengths)
-        engine = start(stage, plan={"enabled": False, "cache_dir": str(tmp_path)}, device_memory_gib=0.05)
+        engine = start(stage, plan={"enabled": False}, cache_dir=str(tmp_path), device_memory_gib=0.05)
         measured, step = [], engine.step
 
         def step_and_look() -> None:

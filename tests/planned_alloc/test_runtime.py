@@ -292,7 +292,7 @@ def test_blocks_are_kept_whole_for_a_profile_only_where_one_will_be_made(tmp_pat
     whole: list[bool] = []
     monkeypatch.setattr(addresses, "keep_blocks_whole", lambda device, on: whole.append(on))
     model = build("llama")
-    handle = ds_memo.attach(model, {"plan": {"cache_dir": str(tmp_path)}})
+    handle = ds_memo.attach(model, {"cache_dir": str(tmp_path)})
     handle._session.tuner.gave_up = True
     for _ in range(6):
         step(model, BATCH)

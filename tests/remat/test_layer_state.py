@@ -186,7 +186,7 @@ def test_two_forwards_before_a_backward(block: type) -> None:
 
 @pytest.mark.parametrize("block", [*WRITES, Own, Given])
 def test_probe_and_profile_leave_no_trace(block: type, tmp_path: Path) -> None:
-    compare(block, {"device_memory_gib": 0.001, "plan": {"enabled": False, "cache_dir": str(tmp_path)}}, steps=1, quiet=True)
+    compare(block, {"device_memory_gib": 0.001, "plan": {"enabled": False}, "cache_dir": str(tmp_path)}, steps=1, quiet=True)
 
 
 @pytest.mark.parametrize("block", [Counts, Normed, ReadsAndWrites, CountsInPython, Python, Given])
@@ -200,7 +200,7 @@ def test_it_shows_if_the_replay_finds_what_is_there(block: type, monkeypatch: py
 def test_it_shows_if_the_profile_is_not_undone(block: type, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(profile_call, "unchanged", lambda module: nullcontext())
     with pytest.raises(Different):
-        compare(block, {"device_memory_gib": 0.001, "plan": {"enabled": False, "cache_dir": str(tmp_path)}}, steps=1, quiet=True)
+        compare(block, {"device_memory_gib": 0.001, "plan": {"enabled": False}, "cache_dir": str(tmp_path)}, steps=1, quiet=True)
 
 
 # ---- what is changed between a forward and its backward

@@ -111,7 +111,7 @@ def test_named_states_are_put_back_for_a_replay(config: dict, tracker: Any) -> N
 
 
 def test_the_profile_leaves_named_states_as_they_are(tracker: Any, tmp_path: Path) -> None:
-    config = {"enabled": True, "device_memory_gib": 0.001, "plan": {"enabled": False, "cache_dir": str(tmp_path)}}
+    config = {"enabled": True, "device_memory_gib": 0.001, "plan": {"enabled": False}, "cache_dir": str(tmp_path)}
     report = compare_with_stock(parallel_toy(tracker), drive(tracker), config)
     assert report["profile"] is not None
 
