@@ -139,6 +139,20 @@ def test_the_support_matrix_is_that_of_the_tests():
     assert support.PAGE.read_text() == support.page(), "python -m tests.support writes it anew"
 
 
+STARTERS = re.compile(r"(What|How|Whether|Why|Of|If|By|But|Over|Where|Lately|As|It)\b")
+"""Words that a function's docstring must not begin with: it says what the function does, "Return…", "Move…"."""
+
+
+def test_docstrings_of_functions_begin_with_a_verb():
+    found = []
+    for path in [*(REPO / "ds_memo").rglob("*.py"), *(REPO / "ops").rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            text = ast.get_docstring(node) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) else None
+            if text and STARTERS.match(text):
+                found.append(f"{path.relative_to(REPO)}:{node.lineno} {text.splitlines()[0]}")
+    assert not found, "\n".join(found)
+
+
 @pytest.mark.slow
 def test_the_site_builds(tmp_path):
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]

@@ -94,7 +94,7 @@ class Budgets:
     def costs(
         self, profile: Profile, shapes: HiddenShapes, in_flight: InFlight, host: int, tiles: Tiles | None = None
     ) -> RunCosts:
-        """What comes before a backward, of layers whose hidden states have these shapes, within these budgets.
+        """Return the costs of what comes before a backward, for layers with these hidden states, within these budgets.
 
         Args:
             host: bytes, of those that the pass may have.

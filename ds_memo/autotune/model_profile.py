@@ -138,7 +138,7 @@ class Profiling:
         self.profile = replace(self.profile, kinds=tuple(kinds))
 
     def _asked(self, calls: Mapping[int, LayerCall], everybody: Callable[[Any], list[Any]]) -> Asked:
-        """What all of them call.
+        """Return the request to profile what all ranks call.
 
         Raises:
             Failed: a layer attends to an encoder's states of another length; all of them know.

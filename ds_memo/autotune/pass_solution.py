@@ -37,7 +37,7 @@ class PassSolution:
 
     @cached_property
     def placements(self) -> tuple[Placement, ...]:
-        """By number, of all layer calls before a backward."""
+        """Return the placement of each layer call before a backward, by number."""
         calls = len(self.run.layers) // len(self.solved) * self.layers
         if self.solution.no_recompute:
             return (replace(NO_RECOMPUTE, empty_frame=self.paced),) * calls
@@ -49,12 +49,12 @@ class PassSolution:
 
     @cached_property
     def kinds(self) -> dict[int, PlacementKind]:
-        """By number, of the calls that were solved for."""
+        """Return the kind of each call that was solved for, by number."""
         return {self.number(call): kind for call, kind in enumerate(self.solution.kinds)}
 
     @cached_property
     def stored_bytes(self) -> tuple[int, ...]:
-        """By number, what each call keeps, wherever."""
+        """Return the stored bytes of each call, host or device, by number."""
         stored = [0] * len(self.placements)
         for call, (layer, placement) in enumerate(zip(self.run.layers, self.solution.placements, strict=True)):
             stored[self.number(call)] = layer.stored_bytes(placement)
@@ -72,7 +72,7 @@ class PassSolution:
         return sum(nbytes for nbytes, placement in placed if not placement.nvme)
 
     def predicted(self) -> dict[str, Any]:
-        """What the solver expects of a pass; bytes and seconds of this rank."""
+        """Return what the solver expects of a pass; bytes and seconds of this rank."""
         solution = self.solution
         return {
             "layers_s": solution.step_s,

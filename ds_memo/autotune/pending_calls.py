@@ -54,7 +54,7 @@ class CallsInFlight:
 
     @property
     def most(self) -> InFlight:
-        """Lately."""
+        """Return the maximum over the last steps."""
         return InFlight(*map(max, zip(*self._lately, strict=True)))
 
     def forward_begins(self) -> None:

@@ -204,9 +204,12 @@ class Tuner:
         return None if shapes and self._measures_again and self._profiling.outgrown(shapes) else shapes
 
     def _solve_together(self, training_pass: TrainingPass, shapes: HiddenShapes | None) -> PassSolution | None:
-        """Where ranks hold parameters in pieces, they gather them in every forward and replay of a layer; where each has other
-        experts, they trade tokens there. So, whatever lengths they have, a rank must not probe a forward alone, they replay
-        the same layers (all, unless they agree on those without recompute), and they gather layers alike if one has tiles."""
+        """Solve on all ranks alike, whatever lengths they have.
+
+        Ranks that hold parameters in pieces gather them in every forward and replay of a layer; ranks with other experts trade
+        tokens there. So no rank probes a forward alone, all replay the same layers (all, unless they agree on those without
+        recompute), and all gather layers alike if one has tiles.
+        """
         solution, nothing_fits = None, None
         if shapes is not None:
             try:
@@ -284,7 +287,7 @@ class Tuner:
         return known
 
     def _solve_as_configured(self, host: int, shapes: HiddenShapes, may_skip_recompute: bool) -> PassSolution:
-        """But for alpha, where it is only now that the host has no room for it."""
+        """Solve as configured; drop the configured alpha if the host is full for now."""
         alpha = self._config.alpha
         try:
             return self._solve(host, shapes, may_skip_recompute, alpha)
@@ -380,7 +383,7 @@ class Tuner:
         return False
 
     def report(self) -> dict[str, Any] | None:
-        """What the solutions rest on; None before the first training pass."""
+        """Return what the solutions rest on; None before the first training pass."""
         if self.profile is None:
             return None
         return {

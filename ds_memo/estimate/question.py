@@ -140,7 +140,7 @@ class Estimate:
 
     @property
     def tiles(self) -> Tiles | None:
-        """How layers run in tiles; None: they run whole."""
+        """Return how layers run in tiles; None: they run whole."""
         return None if self.run is None else self.run.tiles
 
     @property

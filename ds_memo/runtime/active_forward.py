@@ -28,7 +28,7 @@ def begins(memo: Session) -> None:
 
 
 def ends(memo: Session) -> None:
-    """It is over, with those inside it."""
+    """End this forward and those inside it."""
     known = [ref() for ref in _running.memos]
     if memo in known:
         del _running.memos[known.index(memo) :]

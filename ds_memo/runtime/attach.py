@@ -76,7 +76,7 @@ def attach_model(
     device: torch.device | None = None,
     ties: EngineTies | None = None,
 ) -> Session:
-    """As attach; the caller says when optimizer steps begin and end.
+    """Attach as attach() does; the caller says when optimizer steps begin and end.
 
     Args:
         ties: what an engine brings, which has given its model the kernels already; None: there is no engine.

@@ -46,7 +46,7 @@ def refuse_offload(function: Any) -> None:
 
 
 def is_offloaded() -> bool:
-    """Whether saved tensors of what runs now go to the host by hooks: TRL's and Axolotl's OffloadActivations, save_on_cpu."""
+    """Return True if hooks move saved tensors of what runs now to the host: OffloadActivations, save_on_cpu."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks is not None and any(name in getattr(hooks[0], "__qualname__", "") for name in ("Offload", "save_on_cpu"))
 

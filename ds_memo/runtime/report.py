@@ -17,7 +17,7 @@ from ds_memo.swap.host_slab import HostSlab
 def report(
     layers: Sequence[Layer], work: Work, engine: SwapEngine, policy: PlacementPolicy, slab: HostSlab, **others: Any
 ) -> Report:
-    """What is set and what happened so far.
+    """Report what is set and what happened so far.
 
     Args:
         others: entries that are said as they are.

@@ -203,7 +203,7 @@ class Session:
         return layer
 
     def owns(self, module: nn.Module) -> bool:
-        """Whether a call of this module comes through memo by itself."""
+        """Return True if a call of this module comes through memo by itself."""
         return module in self._by_module
 
     def warn(self, message: str) -> None:
@@ -394,7 +394,7 @@ class Session:
         return account.events(self.report(), samples)
 
     def report(self) -> Report:
-        """What is set and what happened so far; bytes, seconds and counts of this rank.
+        """Report what is set and what happened so far; bytes, seconds and counts of this rank.
 
         Raises:
             MemoError: after ``detach()``.

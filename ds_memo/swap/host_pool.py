@@ -110,7 +110,7 @@ class HostPool:
         self._unsettled = False
 
     def settle(self) -> None:
-        """If Ctrl-C came while ranges changed hands, find out from the clients' blocks which are free."""
+        """Find out from the clients' blocks which ranges are free, if Ctrl-C came while they changed hands."""
         if not self._unsettled:
             return
         if self.pinned:
