@@ -414,7 +414,8 @@ class SwapEngine:
 
     def make_room(self, enough: Callable[[], bool]) -> None:
         """Free blocks whose bytes are in files, until it is enough or none is left."""
-        self.home.make_room(enough)
+        if not self._closed:
+            self.home.make_room(enough)
 
     def _finish(self, pending: PendingFree) -> None:
         """Make compute wait for the copies of a dead frame, and the host for its transfers."""

@@ -464,6 +464,11 @@ def test_two_models_that_share_a_pool_make_room_for_each_other(tmp_path):
     for number, (rig, frame) in reversed(list(enumerate(frames))):
         assert rig.value(frame) == number // 2
         assert pool.used <= pool.limit
-    for rig in rigs:
-        rig.engine.close()
-    assert pool.size == 0
+    held = pages(rigs[0], 2, nvme=False)
+    rigs[0].engine.close()
+    rigs[1].files.extent = lambda *_: (_ for _ in ()).throw(MemoError("none"))
+    with pytest.raises(MemoError, match="host memory: frame x needs"):  # one that is closed is asked for no room
+        pages(rigs[1], 5)
+    rigs[1].engine.settle()
+    rigs[1].engine.close()
+    assert held and pool.size == 0
