@@ -19,7 +19,7 @@ class Durations:
     """The reload is issued while the backward is still at the layer above."""
     forward_s: float
     copies_s: float
-    """Of all copies to the host, one after another."""
+    """Copies to the host, one after another."""
     copied_s: float
     """From the begin of the layer until all copies are over, if none of other layers is before them."""
     reload_s: float
