@@ -102,8 +102,8 @@ class HostBudget:
     @property
     def offer(self) -> tuple[int, str]:
         """Bytes that this rank can solve for, and the system's error if it has refused more."""
-        pool = self.pool
-        return (pool.given, pool.why_no_more) if pool.why_no_more and pool.given < self._agreed else (self._agreed, "")
+        pool, most = self.pool, min(self.nbytes, self._agreed)
+        return (pool.given, pool.why_no_more) if pool.why_no_more and pool.given < most else (most, "")
 
     def agree(self, nbytes: int, why: str = "") -> None:
         """Use `nbytes` at most: the smallest offer of all ranks. Without an error `why` that is no change to tell of."""
