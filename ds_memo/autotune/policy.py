@@ -73,7 +73,8 @@ class PlacementPolicy:
         if self.fixed:
             host.needs = 0
         tiles = Tiles(config.tile_tokens, config.head_groups or 1) if config.tile_tokens else None
-        self._on_device, self._swapped = (replace(placement, tiles=tiles) for placement in (ON_DEVICE, SWAPPED))
+        self._on_device = replace(ON_DEVICE, tiles=tiles)
+        self._swapped = replace(SWAPPED, alpha=config.alpha, tiles=tiles)
         self.pass_solution: PassSolution | None = None
         """The tuner's, for the running pass."""
         self.kinds = self._configured()
@@ -130,7 +131,7 @@ class PlacementPolicy:
         self._layers.append(layer)
 
     def know_layers(self) -> None:
-        """All layers of a model that calls ``ds_memo.checkpoint`` itself were seen: alpha, 0 until now, is asked for again."""
+        """All layers of a model that calls ``ds_memo.checkpoint`` itself were seen: alpha, 0 until now, is settled again."""
         self.layers_known = True
         self.kinds = self._configured()
         for layer in self._layers:
@@ -168,8 +169,15 @@ class PlacementPolicy:
         # More calls than ever before: the next pass is solved for so many, and this one takes no more than it must.
         return solution.placements[number] if number < len(solution.placements) else FULL_RECOMPUTE
 
-    def alpha(self, layer: Layer, whole_bytes: int, split_bytes: int) -> float:
-        alpha, reason = self._config.alpha, "as configured"
+    def settle(self, layer: Layer, placement: Placement, whole_bytes: int, split_bytes: int) -> Placement:
+        """Return the placement of a swapped call, now that the sizes are known, with an alpha that the host can hold.
+
+        Raises:
+            MemoError: no alpha fits, or the one that is configured does not.
+        """
+        if self.pass_solution is not None:
+            return placement
+        alpha, reason = placement.alpha, "as configured"
         budget = self._host.reservation + (self._nvme_budget if alpha is not None else 0)
         others = [other for other in self._layers if not self._is_resident(other)]
         if alpha is not None:  # layers of another class keep something else; the host budget has the last word on all of them
@@ -196,7 +204,7 @@ class PlacementPolicy:
         where = "host memory and files" if self._nvme_budget and alpha is not None else "host memory"
         self.binding = f"{reason}: {used / GIB:.3g} of {budget / GIB:.3g} GiB of {where} at alpha {alpha:.3g}"
         self.alpha_used = alpha
-        return alpha
+        return replace(placement, alpha=alpha)
 
     def has_room(self, nbytes: int) -> bool:
         """Return True if a layer call may take so many bytes of the host, or if the allocation is to raise.

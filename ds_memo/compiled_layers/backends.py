@@ -19,12 +19,9 @@ from ds_memo.compiled_layers.torch_private import (
     get_hash_for_files,
 )
 from ds_memo.placement import PlacementKind
+from ds_memo.remat.checkpoint import CannotCompile
 
 _SOURCES = tuple(str(path) for path in sorted(Path(__file__).parent.glob("*.py")))
-
-
-class CannotCompile(Exception):
-    """A layer cannot be compiled under memo. The message says why, as the end of "it …"."""
 
 
 def partitioned(backend: Any, kind: PlacementKind) -> tuple[Any, dict[str, Any]]:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._ops import OpOverload
 
 from ds_memo.compiled_layers.recipe import CompiledRecipe, Keeps
-from ds_memo.placement import ON_DEVICE, UNDECIDED
+from ds_memo.placement import ON_DEVICE
 from ds_memo.remat import op_policy
+from ds_memo.remat.checkpoint import Layer, Remat
 from ds_memo.remat.recipe import SavedOp, storable
 from ds_memo.swap.frame import Frame
-
-if TYPE_CHECKING:
-    from ds_memo.remat.checkpoint import Layer, Remat
 
 
 class CompiledCall:
@@ -74,12 +72,12 @@ class CompiledCall:
 
     def _first_recipe(self, kept: Sequence[torch.Tensor], keeps: Keeps) -> CompiledRecipe:
         """Make the recipe of a first call of its kind."""
-        policy, placement = self._remat.policy, self.frame.placement
-        alpha = placement.alpha
-        if alpha is UNDECIDED:
+        policy = self._remat.policy
+        if not self.frame.resident:
             split = sum(tensor.nbytes for tensor in keeps.split(kept))
-            alpha = policy.alpha(self._layer, sum(tensor.nbytes for tensor in kept if storable(tensor)) - split, split)
-        recipe = keeps.recipe(kept, alpha)
+            whole = sum(tensor.nbytes for tensor in kept if storable(tensor)) - split
+            self.frame.placement = policy.settle(self._layer, self.frame.placement, whole, split)
+        recipe = keeps.recipe(kept, self.frame.placement.alpha)
         if not (self.frame.resident or policy.has_room(recipe.layout.host_bytes)):
             self.frame.placement = ON_DEVICE  # this call alone: later ones are told before they run
             return keeps.recipe(kept, 1.0)

@@ -21,9 +21,8 @@ from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 
 from ds_memo.compiled_layers import ops
-from ds_memo.compiled_layers.backends import CannotCompile, name_of, partitioned
+from ds_memo.compiled_layers.backends import name_of, partitioned
 from ds_memo.compiled_layers.call import CompiledCall
-from ds_memo.compiled_layers.partition import CannotPartition
 from ds_memo.compiled_layers.torch_private import (
     CANNOT_COMPILE,
     MARK_OF_ANY_SIZE,
@@ -33,10 +32,9 @@ from ds_memo.compiled_layers.torch_private import (
 )
 from ds_memo.errors import MemoError
 from ds_memo.placement import FULL_RECOMPUTE, Placement, PlacementKind
-from ds_memo.remat.call import tensor_leaves
-from ds_memo.remat.checkpoint import Layer, OwnForward, Remat
+from ds_memo.remat.checkpoint import CannotCompile, Layer, OwnForward, Remat
+from ds_memo.remat.tensors import tensor_leaves
 
-UNCOMPILED = "it {}, so it runs uncompiled, with the same memory and results"
 HOOKS = "is called under saved-tensor hooks (activation offloading), which would move the handle of its frame"
 TILES = (
     "memo.tile_tokens: layers in tiles run part by part, which torch.compile does not know; leave the key out, or leave layers "
@@ -77,8 +75,8 @@ class CompiledLayers:
         return self._compiled[key]
 
     def refuse(self, layer: Layer, why: str) -> None:
-        """Have a layer run uncompiled from now on."""
-        if (module := layer.module()) is not None:
+        """Have a layer run uncompiled from now on; under saved-tensor hooks, in this call alone."""
+        if (module := layer.module()) is not None and why != HOOKS:
             self._refused[module] = why
 
     def refused(self, layer: Layer) -> str | None:
@@ -118,37 +116,20 @@ class CompiledForward(OwnForward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.compiled.function(self.plain, PlacementKind.NO_RECOMPUTE)(*args, **kwargs)
 
-    def run_layer(
-        self, remat: Remat, layer: Layer, placement: Placement, args: tuple, kwargs: dict[str, Any], preserve_rng_state: bool
-    ) -> Any:
-        """Run a layer call by its compiled graphs; uncompiled, if there can be none."""
-        if placement.tiles is not None:
-            raise MemoError(TILES)
-        why = self.compiled.refused(layer)
-        if why is None and torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
-            remat.warn_of(layer, UNCOMPILED.format(HOOKS))
-            return remat.run_placed(layer, self.plain, args, kwargs, placement, preserve_rng_state)
-        if why is None:
-            call = None
-            try:
-                call, fn = self._prepare(remat, layer, placement, args, kwargs)
-                return remat.observed(layer, lambda: self._run(remat, layer, call, fn, args, kwargs))
-            except (CannotCompile, *CANNOT_COMPILE) as error:
-                if call is not None and (call.needs_backward or call.recipe is not None):  # its graph ran
-                    raise
-                why = reason_of(error)
-        out = remat.run_placed(layer, self.plain, args, kwargs, placement, preserve_rng_state)
-        self.compiled.refuse(layer, why)  # not earlier: the layer's own errors are raised
-        remat.warn_of(layer, UNCOMPILED.format(why))
-        return out
+    def refuse(self, layer: Layer, why: CannotCompile) -> None:
+        self.compiled.refuse(layer, str(why))
 
     def refused(self, layer: Layer) -> str | None:
         return self.compiled.refused(layer)
 
-    def _prepare(
-        self, remat: Remat, layer: Layer, placement: Placement, args: tuple, kwargs: dict[str, Any]
-    ) -> tuple[CompiledCall, Callable[..., Any]]:
-        """Return the call, whose frame is open, and the function that runs it."""
+    def prepare(self, remat: Remat, layer: Layer, placement: Placement, args: tuple, kwargs: dict[str, Any]) -> Callable[[], Any]:
+        """Return a function that runs a layer call by its compiled graphs. The call's frame is open then."""
+        if placement.tiles is not None:
+            raise MemoError(TILES)
+        if (why := self.compiled.refused(layer)) is not None:
+            raise CannotCompile(why)
+        if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+            raise CannotCompile(HOOKS)
         arguments = (*args, *kwargs.values())
         if any(map(is_traceable_wrapper_subclass, (*layer.parameters, *arguments))):
             raise CannotCompile("has tensor subclasses (DTensor, quantised weights) among its inputs or parameters")
@@ -157,17 +138,22 @@ class CompiledForward(OwnForward):
         if recipe is not None and not (placement.kind.on_device or remat.policy.has_room(recipe.layout.host_bytes)):
             placement = FULL_RECOMPUTE
             key = layer.kind_of_call(arguments, placement), self.plain
-        fn = self.compiled.function(self.plain, placement.kind)
-        return CompiledCall(remat, layer, remat.engine.begin(layer.name, placement), key), fn
+        fn = functools.partial(self.compiled.function(self.plain, placement.kind), **kwargs)
+        call = CompiledCall(remat, layer, remat.engine.begin(layer.name, placement), key)
+        return functools.partial(self._run, remat, layer, call, fn, args)
 
     @staticmethod
-    def _run(remat: Remat, layer: Layer, call: CompiledCall, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    def _run(remat: Remat, layer: Layer, call: CompiledCall, fn: Callable[..., Any], args: tuple) -> Any:
         try:
             ops.begins(call)
-            out = remat.with_kernel(layer, functools.partial(fn, **kwargs), *args)
+            out = remat.with_kernel(layer, fn, *args)
             if call.needs_backward:
                 call.keep()
                 remat.engine.end(call.frame)
+        except CANNOT_COMPILE as error:
+            if call.needs_backward or call.recipe is not None:  # its graph ran
+                raise
+            raise CannotCompile(reason_of(error)) from error
         finally:
             ops.ends(call)
             if call.frame.state == "recording":  # the layer raised, or no backward will ask for it
@@ -259,7 +245,7 @@ def reason_of(error: Exception) -> str:
     """Return why a layer cannot be compiled, as the end of "it …"."""
     if isinstance(error, BackendCompilerFailed):
         error = error.inner_exception
-    if isinstance(error, (CannotCompile, CannotPartition)):
+    if isinstance(error, CannotCompile):
         return str(error)
     what = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     stack = getattr(error, "real_stack", None)

@@ -24,15 +24,12 @@ from ds_memo.compiled_layers import torch_private
 from ds_memo.compiled_layers.ops import HOLD, KEEP, SUPPLY, join_of
 from ds_memo.placement import PlacementKind
 from ds_memo.remat import op_policy
+from ds_memo.remat.checkpoint import CannotCompile
 from ds_memo.remat.op_policy import OpKind
 from ds_memo.remat.recipe import SMALL
 
 CHANGES = "changes an input or a buffer in place"
 _COLLECTIVES = ("c10d", "c10d_functional", "_c10d_functional", "_dtensor")
-
-
-class CannotPartition(Exception):
-    """A layer's graph cannot follow a recipe. The message says why, as the end of "it …"."""
 
 
 def partition(
@@ -47,7 +44,7 @@ def partition(
     """Split a joint graph by the recipe of a kind of placement. The arguments are those of PyTorch's partitioners.
 
     Raises:
-        CannotPartition: no recipe holds for this graph.
+        CannotCompile: no recipe holds for this graph.
     """
     parts = _Partition(joint, kind, num_fwd_outputs, static_lifetime_input_indices).split()
     if parts is None:  # the backward hands on what it is given
@@ -126,20 +123,20 @@ class _Partition:
         """Refuse graphs whose replay would not do what the forward did.
 
         Raises:
-            CannotPartition: always says why.
+            CannotCompile: always says why.
         """
         if self._output is None:
-            raise CannotPartition("returns no tensor")
+            raise CannotCompile("returns no tensor")
         traced = torch_private.traced_metadata()
         if traced is not None and traced.num_mutated_inp_runtime_indices:
-            raise CannotPartition(CHANGES)
+            raise CannotCompile(CHANGES)
         for node in self._graph.nodes:
             if not isinstance(node.target, OpOverload):
                 continue
             if node.target.namespace in _COLLECTIVES:
-                raise CannotPartition(f"runs a collective ({node.target})")
+                raise CannotCompile(f"runs a collective ({node.target})")
             if op_policy.is_mutating(node.target):
-                raise CannotPartition(CHANGES)
+                raise CannotCompile(CHANGES)
 
     # ---- what is kept
 
@@ -309,7 +306,7 @@ class _Partition:
         saved = [node for node in self._native if node in alive and _is_tensor(node) and node is not self._handle]
         made = [node for node in saved if node.op != "placeholder"] or saved
         if not made:
-            raise CannotPartition("saves nothing for its backward")
+            raise CannotCompile("saves nothing for its backward")
         smallest = min(made, key=lambda node: (_hint(node.meta["val"]), node.name))
         readers = [node for node in smallest.users if node in self._late or node in self._copies]
         with self._graph.inserting_after(self._handle):

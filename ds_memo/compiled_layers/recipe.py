@@ -15,7 +15,7 @@ from ds_memo.swap.frame import Kept, Layout
 
 
 class Keeps(NamedTuple):
-    """What a forward graph keeps: the layer's inputs, then the outputs of its ops, in order."""
+    """Tensors that a forward graph keeps: the layer's inputs, then the outputs of its ops, in order."""
 
     inputs: int
     """Number of inputs that are kept."""

@@ -62,28 +62,6 @@ MARK_OF_ANY_SIZE = (
 )
 """The attribute by which AOTAutograd tells the next graph that a size of a tensor is a symbol."""
 
-__all__ = [
-    "CANNOT_COMPILE",
-    "MARK_OF_ANY_SIZE",
-    "AotAutograd",
-    "BackendCompilerFailed",
-    "CustomPartitionerFn",
-    "InductorBackend",
-    "NamedBackend",
-    "default_partition",
-    "find_symbol_binding_fx_nodes",
-    "fx_graph_cse",
-    "get_hash_for_files",
-    "has_unknown_size",
-    "innermost_backend",
-    "is_traceable_wrapper_subclass",
-    "outputs_of",
-    "placeholders",
-    "split",
-    "symbolic",
-    "traced_metadata",
-]
-
 
 def outputs_of(joint: torch.fx.GraphModule, num_fwd_outputs: int) -> tuple[list[Any], list[Any]]:
     """Return the outputs of the forward and those of the backward."""

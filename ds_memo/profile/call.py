@@ -14,11 +14,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ds_memo.errors import MemoError
 from ds_memo.profile.gathered_params import gathered
-from ds_memo.remat.call import tensor_leaves
 from ds_memo.remat.checkpoint import Layer, OwnForward, Remat
 from ds_memo.remat.modes import inside_a_layer
 from ds_memo.remat.module_state import unchanged
 from ds_memo.remat.random_states import KeepsGiven, forked
+from ds_memo.remat.tensors import tensor_leaves
 from ds_memo.remat.undo import Undoing
 from ds_memo.shapes import HiddenShape
 
@@ -252,7 +252,7 @@ def layer_calls(
     inside: list[Layer] = []
     outputs: dict[Any, Any] = {}
 
-    def catch(layer: Layer, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any], _: bool) -> Any:
+    def catch(layer: Layer, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         if inside or inside_a_layer() or not torch.is_grad_enabled():
             return fn(*args, **kwargs)
         if layer.index >= len(kinds):  # a function that the model checkpoints, and no layer

@@ -22,10 +22,10 @@ from ds_memo.profile.call import LayerCall, hidden_from_training, uncompiled
 from ds_memo.profile.layer_sample import LayerSample
 from ds_memo.profile.live import bytes_made, storages_of
 from ds_memo.profile.stopwatch import Stopwatch, now, seconds_between
-from ds_memo.remat.call import tensor_leaves
 from ds_memo.remat.checkpoint import Layer, OwnForward, Remat, Tiler
 from ds_memo.remat.random_states import KeepsGiven, forked
 from ds_memo.remat.recipe import Gemm, Recipe
+from ds_memo.remat.tensors import tensor_leaves
 from ds_memo.remat.undo import Undoing
 from ds_memo.solve.costs import Output, OutputKind
 from ds_memo.swap.engine import SwapEngine
@@ -141,14 +141,14 @@ def _own_parameters(module: nn.Module) -> Iterator[list[nn.Parameter]]:
 
 
 class _Fixed:
-    """A policy whose placement is always `now`. Measured layers stay on the device, so the engine never asks it for an alpha."""
+    """A policy whose placement is always `now`. Measured layers stay on the device, so there is no alpha to settle."""
 
     now = ON_DEVICE
 
     def placement(self, layer: Layer) -> Placement:
         return self.now
 
-    def alpha(self, layer: Layer, whole_bytes: int, split_bytes: int) -> float:
+    def settle(self, layer: Layer, placement: Placement, whole_bytes: int, split_bytes: int) -> Placement:
         raise AssertionError("no rows are swapped in a profile")
 
     def has_room(self, nbytes: int) -> bool:

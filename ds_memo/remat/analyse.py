@@ -12,11 +12,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ds_memo.remat import op_policy
-from ds_memo.remat.call import Call, as_tuple, detached, needs_right_operands, noticing_draws, storage_of, tensor_leaves
+from ds_memo.remat.call import Call, needs_right_operands, noticing_draws
 from ds_memo.remat.functions import has_inner_tensors, refused
 from ds_memo.remat.modes import NotingMode, under_a_checkpoint
 from ds_memo.remat.op_policy import OpKind, kind_of
 from ds_memo.remat.recipe import Observed, ObservedGemm, ObservedSavedOp, fingerprint
+from ds_memo.remat.tensors import as_tuple, detached, storage_of, tensor_leaves
 
 ALL_SO_FAR = -1
 """Sources of memory that a kernel PyTorch does not show may have filled: every GEMM up to the moment of the read."""

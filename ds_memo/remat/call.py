@@ -1,25 +1,24 @@
-"""One layer call, and helpers that the modes share."""
+"""One layer call, and what the modes ask of an op in it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from ds_memo.layer_observer import LayerObserver
 from ds_memo.remat import op_policy
+from ds_memo.remat.layer_state import Before
 from ds_memo.remat.op_policy import OpKind
+from ds_memo.remat.random_states import generator_of
 from ds_memo.remat.recipe import Observed, ObservedSavedOp, Recipe, SavedOp
+from ds_memo.remat.same_again import Samples
+from ds_memo.remat.tensors import cloned, detached, storage_of
 from ds_memo.swap.engine import SwapEngine
 from ds_memo.swap.frame import Frame, Kept
 from ds_memo.swap.stream_protocol import D2H
-
-if TYPE_CHECKING:
-    from ds_memo.remat.layer_state import Before
-    from ds_memo.remat.same_again import Samples
 
 
 @dataclass
@@ -29,7 +28,7 @@ class Work:
     gemm_flops: int = 0
     """FLOPs of all recorded forwards."""
     gemm_flops_recomputed: int = 0
-    """FLOPs of GEMMs that ran again in a backward: in replays, under checkpoints inside layers, in autograd.Functions."""
+    """FLOPs of GEMMs that ran again in a backward: in replays, and under checkpoints inside layers."""
     attention_ops_recomputed: int = 0
     """Attention calls that ran twice: no kernel's output could be kept, the call had left its recipe, or the layer has a
     checkpoint of its own."""
@@ -123,15 +122,6 @@ class Call:
                 if any(id(value) in set_aside for value in self.loose[index]):
                     self.altered.add(index)
 
-    def count_again(self, flops: int) -> None:
-        """Count GEMM FLOPs that an autograd.Function ran again, in this call and in all others of its kind.
-
-        Replays that came before missed them; this call's own may be among these or still to come.
-        """
-        unkept = self.recipe.unkept
-        unkept.function_flops += flops
-        self.work.gemm_flops_recomputed += flops * unkept.replays
-
     def begin_replay(self) -> None:
         """Notify the observers, and make the frame ready."""
         for observer in self.observers:
@@ -166,33 +156,3 @@ def noticing_draws(device: torch.device, func: Any, args: tuple, kwargs: dict) -
     out = func(*args, **kwargs)
     after = generator.get_state()
     return out, None if torch.equal(before, after) else after
-
-
-def generator_of(device: torch.device) -> torch.Generator:
-    if device.type == "cpu":
-        return torch.default_generator
-    return torch.cuda.default_generators[device.index]
-
-
-def storage_of(tensor: torch.Tensor) -> int:
-    """Return the id of the tensor's storage, the same for all its views; 0: it has no storage (sparse)."""
-    return tensor.untyped_storage()._cdata if torch._C._has_storage(tensor) else 0
-
-
-def tensor_leaves(tree: Any) -> list[torch.Tensor]:
-    if isinstance(tree, torch.Tensor):  # a layer's usual output; torch's pytree takes long
-        return [tree]
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-
-
-def as_tuple(out: Any) -> tuple[Any, ...]:
-    return tuple(out) if isinstance(out, (tuple, list)) else (out,)
-
-
-def cloned(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) else value
-
-
-def detached(value: Any) -> Any:
-    """Return a view of `value` outside the graph. Autograd ties `value` itself into the graph, which it would keep alive."""
-    return value.detach() if isinstance(value, torch.Tensor) else value

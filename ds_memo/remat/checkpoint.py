@@ -17,9 +17,9 @@ from torch.utils.checkpoint import _checkpoint_without_reentrant_generator, _Sto
 
 from ds_memo.errors import MemoError
 from ds_memo.layer_observer import LayerObserver
-from ds_memo.placement import FULL_RECOMPUTE, UNDECIDED, Placement, PlacementKind
+from ds_memo.placement import FULL_RECOMPUTE, Placement, PlacementKind
 from ds_memo.remat.analyse import Analyse
-from ds_memo.remat.call import Call, Work, tensor_leaves
+from ds_memo.remat.call import Call, Work
 from ds_memo.remat.diagnostics import diagnose
 from ds_memo.remat.inputs import DeviceInput, Lifted, analysing_pack, lift_keywords, recording_pack, unpack
 from ds_memo.remat.layer_state import TOO_LARGE, LayerState
@@ -30,8 +30,8 @@ from ds_memo.remat.recipe import Observed, Recipe, make_recipe
 from ds_memo.remat.record import Record
 from ds_memo.remat.replay import Replay
 from ds_memo.remat.same_again import Samples
-from ds_memo.remat.second_forward import count_in_functions
-from ds_memo.remat.undo import Undoing, stacks_restored
+from ds_memo.remat.tensors import tensor_leaves
+from ds_memo.remat.undo import Undoing, changed, stacks_restored
 from ds_memo.swap.engine import SwapEngine
 from ds_memo.swap.frame import Frame
 
@@ -41,7 +41,12 @@ _TIMES_LEFT = 3
 """Calls in a row that left their recipe, after which every call of the layer is analysed."""
 _TIMES_ALIKE = 3
 """Such analyses in a row that found nothing new, after which the layer's recipes are followed once more."""
+UNCOMPILED = "it {}, so it runs uncompiled, with the same memory and results"
 SDPA = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+
+
+LayerRun = Callable[["Layer", Callable[..., Any], tuple, dict[str, Any]], Any]
+"""Runs ``fn(*args, **kwargs)`` as a layer."""
 
 
 class Policy(Protocol):
@@ -49,19 +54,26 @@ class Policy(Protocol):
 
     def placement(self, layer: Layer) -> Placement: ...
 
-    def alpha(self, layer: Layer, whole_bytes: int, split_bytes: int) -> float:
-        """Return alpha for a placement that leaves it undecided, once the sizes are known.
+    def settle(self, layer: Layer, placement: Placement, whole_bytes: int, split_bytes: int) -> Placement:
+        """Return the placement of a swapped call with alpha decided, now that the sizes are known.
 
         Args:
             whole_bytes: stored whatever alpha is.
             split_bytes: of which the share alpha is stored.
 
         Raises:
-            MemoError: no alpha fits.
+            MemoError: no alpha fits, or the one that is configured does not.
         """
 
     def has_room(self, nbytes: int) -> bool:
         """Return True if the host has room for `nbytes` of one layer call. If not, the call is fully recomputed."""
+
+
+# ---- other ways to run a layer call. Remat asks them for a function that does, and runs it; they do not come back to Remat
+
+
+class CannotCompile(Exception):
+    """A layer cannot run compiled. The message says why, as the end of "it …"."""
 
 
 class OwnForward(ABC):
@@ -77,14 +89,16 @@ class OwnForward(ABC):
         """Run it and keep nothing."""
 
     @abstractmethod
-    def run_layer(
-        self, remat: Remat, layer: Layer, placement: Placement, args: tuple, kwargs: dict[str, Any], preserve_rng_state: bool
-    ) -> Any:
-        """Run it as a layer by its placement, which recomputes."""
+    def prepare(self, remat: Remat, layer: Layer, placement: Placement, args: tuple, kwargs: dict[str, Any]) -> Callable[[], Any]:
+        """Return a function that runs it as a layer by its placement, which recomputes. Both raise CannotCompile."""
+
+    @abstractmethod
+    def refuse(self, layer: Layer, why: CannotCompile) -> None:
+        """Have a layer run uncompiled from now on."""
 
     @abstractmethod
     def refused(self, layer: Layer) -> str | None:
-        """Return why a layer runs uncompiled all the same, as it was found in its first call; None: it does not."""
+        """Return why a layer runs uncompiled all the same; None: it does not."""
 
 
 class CannotTile(Exception):
@@ -192,6 +206,7 @@ class Remat:
         self._attention = attention
         self._tiler = tiler
         self._warned: set[tuple[type | None, str]] = set()
+        self._instead: LayerRun | None = None
 
     def run(self, layer: Layer, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Call ``fn(*args, **kwargs)`` and keep what its backward needs, as the policy says.
@@ -208,16 +223,8 @@ class Remat:
         Args:
             preserve_rng_state: True if the replay must draw the same random numbers as the forward.
         """
-        return self._run(layer, fn, args, kwargs, preserve_rng_state)
-
-    @contextmanager
-    def instead(self, run: Callable[..., Any]) -> Iterator[None]:
-        """Send every layer call inside to ``run(layer, fn, args, kwargs, preserve_rng_state)``."""
-        with Undoing(lambda: vars(self).pop("_run", None)):
-            self._run = run  # type: ignore[method-assign]
-            yield
-
-    def _run(self, layer: Layer, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any], preserve_rng_state: bool) -> Any:
+        if self._instead is not None:
+            return self._instead(layer, fn, args, kwargs)
         if inside_a_layer():
             return fn(*args, **kwargs)
         if not torch.is_grad_enabled():
@@ -232,8 +239,19 @@ class Remat:
         with stacks_restored():
             placement = self.policy.placement(layer)
             if isinstance(fn, OwnForward) and placement.kind is not PlacementKind.NO_RECOMPUTE:
-                return fn.run_layer(self, layer, placement, args, kwargs, preserve_rng_state)
-            return self.run_placed(layer, fn, args, kwargs, placement, preserve_rng_state)
+                try:
+                    return self._observed(layer, fn.prepare(self, layer, placement, args, kwargs))
+                except CannotCompile as reason:
+                    why = reason
+                out = self._run_placed(layer, fn.plain, args, kwargs, placement, preserve_rng_state)
+                fn.refuse(layer, why)  # not earlier: the layer's own errors are raised
+                self.warn_of(layer, UNCOMPILED.format(why))
+                return out
+            return self._run_placed(layer, fn, args, kwargs, placement, preserve_rng_state)
+
+    def instead(self, run: LayerRun) -> AbstractContextManager[None]:
+        """Send every layer call inside the block to `run`."""
+        return changed(self, "_instead", run)
 
     def _run_without_gradients(self, layer: Layer, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         if self._tiler is not None and not under_torch_checkpoint():  # a reentrant one, whose second run is whole
@@ -243,7 +261,7 @@ class Remat:
                     return tiled()
         return fn(*args, **kwargs)
 
-    def run_placed(
+    def _run_placed(
         self,
         layer: Layer,
         fn: Callable[..., Any],
@@ -258,7 +276,7 @@ class Remat:
             tiled = self._tiler.prepare(self, layer, fn, args, kwargs, placement)
             if tiled is not None:
                 with suppress(CannotTile):
-                    return self.observed(layer, tiled)
+                    return self._observed(layer, tiled)
         lifted = lift_keywords(fn, args, kwargs)
         if self._sdpa is not None:
             fn, replay = (functools.partial(self.with_kernel, layer, run) for run in (lifted.fn, lifted.replay))
@@ -266,10 +284,10 @@ class Remat:
         if not (recomputes or placement.empty_frame):
             return lifted.fn(*lifted.args)
         if recomputes:
-            return self.observed(layer, lambda: self._run_checkpointed(layer, placement, lifted, preserve_rng_state))
-        return self.observed(layer, lambda: self._run_with_empty_frame(layer, placement, lifted))
+            return self._observed(layer, lambda: self._run_checkpointed(layer, placement, lifted, preserve_rng_state))
+        return self._observed(layer, lambda: self._run_with_empty_frame(layer, placement, lifted))
 
-    def observed(self, layer: Layer, run: Callable[[], Any]) -> Any:
+    def _observed(self, layer: Layer, run: Callable[[], Any]) -> Any:
         """Call `run`, and notify the observers of its begin and end."""
         try:
             for observer in self.observers:
@@ -307,7 +325,6 @@ class Remat:
         else:
             layer.latest = recipe
             mode, pack = Record(call, givens, functools.partial(self._forget, layer)), recording_pack(call)
-        since = torch.autograd._get_sequence_nr()
         try:
             if recipe is not None:
                 self.engine.adopt(frame, recipe.layout)
@@ -319,7 +336,6 @@ class Remat:
                     for name in call.before.learn():
                         self.warn_of(layer, TOO_LARGE.format(name))
                 self._settle(layer, key, call, observed)
-                count_in_functions(call, out, since, layer.parameters)
             if mode.packs:
                 self.work.gemm_flops += call.recipe.gemm_flops
                 self.engine.end(frame)
@@ -359,13 +375,12 @@ class Remat:
         """Make the recipe of a layer that was analysed, and keep this call's tensors by it."""
         frame = call.frame
         observed.note_hidden_writes()
-        alpha = frame.placement.alpha
         if frame.placement.kind.recomputes_attention:
             observed.recompute_attention()
-        observed.close_over_inputs(all_rows_kept=alpha == 1.0)
-        if alpha is UNDECIDED:
-            alpha = self.policy.alpha(layer, *observed.sizes()) if observed.packs else 1.0
-        recipe, tensors = make_recipe(observed, alpha)
+        observed.close_over_inputs(all_rows_kept=frame.placement.alpha == 1.0)
+        if observed.packs and not frame.resident:
+            frame.placement = self.policy.settle(layer, frame.placement, *observed.sizes())
+        recipe, tensors = make_recipe(observed, frame.placement.alpha)
         if not (frame.resident or self.policy.has_room(recipe.layout.host_bytes)):
             frame.placement, key = FULL_RECOMPUTE, None  # in this call alone: the next one is analysed
             observed.recompute_attention()

@@ -10,7 +10,6 @@ A replay gets copies of its own of what it writes, and its writes are dropped.
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,20 +19,9 @@ import torch
 from torch import nn
 
 from ds_memo.errors import MemoError
-from ds_memo.remat.call import storage_of
-from ds_memo.remat.module_state import (
-    GLOBAL_GENERATORS,
-    MISSING,
-    SMALL,
-    alike,
-    contents_of,
-    copied,
-    fill_with,
-    is_foreign,
-    is_small,
-    set_state,
-    state_of,
-)
+from ds_memo.remat.module_state import MISSING, SMALL, Snapshot, alike, contents_of, copied, fill_with, is_foreign, is_small
+from ds_memo.remat.random_states import GLOBAL_GENERATORS, set_states, state_of, states_of
+from ds_memo.remat.tensors import storage_of
 from ds_memo.remat.undo import Undoing
 
 _HOOKS = (
@@ -116,15 +104,12 @@ class Part:
             for name, contents in zip(_HOOKS, settings.hooks or ([],) * len(_HOOKS), strict=True):
                 fill_with(table[name], contents)
 
-    def contents(self) -> tuple[dict[str, Any], dict[str, Any], tuple[list[Any], ...]]:
-        """Return all that :meth:`put_back` needs."""
-        return {**self.table}, {**self.table["_buffers"]}, tuple([contents_of(self.table[name]) for name in _HOOKS])
-
-    def put_back(self, attributes: dict[str, Any], buffers: dict[str, Any], hooks: tuple[list[Any], ...]) -> None:
-        _refill(self.table, attributes)
-        _refill(self.table["_buffers"], buffers)
-        for name, contents in zip(_HOOKS, hooks, strict=True):
-            fill_with(self.table[name], contents)
+    def add_to(self, snapshot: Snapshot) -> None:
+        """Add what :meth:`put_in` and a replay change."""
+        snapshot.add_table(self.table)
+        snapshot.add_table(self.table["_buffers"])
+        for name in _HOOKS:
+            snapshot.add_container(self.table[name])
 
     def places(self) -> Iterator[tuple[dict[str, Any], str, Any]]:
         """Yield each table, name and value of its attributes and buffers."""
@@ -190,11 +175,9 @@ class Before:
         self._trained = [parameter.requires_grad for parameter in state.parameters]
         self._merged = self._merged_now()
         self._values: list[tuple[Part, dict[str, Any], str, Any]] = []
-        self._states = [(generator, state_of(generator)) for generator in state.generators.values()]
+        self._states = states_of((GLOBAL_GENERATORS if learns else state.generators).values())
         self._copies: dict[int, Any] = {}
         self._learns = learns
-        if learns:
-            self._states = [(generator, state_of(generator)) for generator in GLOBAL_GENERATORS.values()]
         for part in state.parts:
             if part.writes or learns:
                 self._copy(part)
@@ -281,18 +264,24 @@ class Before:
             for part, settings in zip(state.parts, self._settings, strict=True)
             if part.writes or not settings.are(part.settings())
         ]
-        now = [(part, part.contents()) for part, _ in others]
+        now = Snapshot()
+        for part, _ in others:
+            part.add_to(now)
+        now.generators = states_of(generator for generator, _ in self._states)
         trained = [parameter.requires_grad for parameter in state.parameters]
-        states = [(generator, state_of(generator)) for generator, _ in self._states]
-        with Undoing(functools.partial(_put_back, now, state.parameters, trained, states)):
+
+        def put_back() -> None:
+            now.put_back()
+            _train(state.parameters, trained)
+
+        with Undoing(put_back):
             for part, settings in others:
                 part.put_in(settings)
             _train(state.parameters, self._trained)
             copies: dict[int, Any] = {}
             for _, table, name, copy in self._values:
                 copy.put_in(table, name, copies)
-            for generator, before in self._states:
-                set_state(generator, before)
+            set_states(self._states)
             yield
 
     def _merged_now(self) -> dict[str, list[str]]:
@@ -334,24 +323,6 @@ class _Copy:
         """Bind the name to a copy of its own. Large tensors stay."""
         if self._large is None:
             table[name] = copied(self._value, copies)
-
-
-def _put_back(parts: list[Any], parameters: list[nn.Parameter], trained: list[bool], states: list[Any]) -> None:
-    for part, contents in parts:
-        part.put_back(*contents)
-    _train(parameters, trained)
-    for generator, state in states:
-        set_state(generator, state)
-
-
-def _refill(table: dict[str, Any], contents: dict[str, Any]) -> None:
-    if len(table) == len(contents) and all(map(operator.is_, table.values(), contents.values())):
-        return
-    for name in [name for name in table if name not in contents and not is_foreign(name)]:
-        del table[name]
-    for name, value in contents.items():
-        if not is_foreign(name):
-            table[name] = value
 
 
 def _train(parameters: list[nn.Parameter], flags: list[bool]) -> None:

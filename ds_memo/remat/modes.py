@@ -76,7 +76,7 @@ def inside_a_checkpoint() -> bool:
     return within or torch._C._current_graph_task_id() != -1
 
 
-IN_LAYERS = ("analyse", "call", "modes", "op_policy", "recipe", "record", "replay", "second_forward", "undo")
+IN_LAYERS = ("analyse", "call", "modes", "op_policy", "random_states", "recipe", "record", "replay", "tensors", "undo")
 """Files of this folder whose code runs inside layers."""
 
 

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import pickle
-import random
+import operator
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
+from ds_memo.remat.random_states import GENERATORS, another, set_states, state_of
 from ds_memo.remat.undo import Undoing
 
 SMALL = 1 << 20
 """Bytes. A larger tensor is a table or a quantised weight: no forward changes it, and a copy may not fit."""
 MISSING: Any = object()
 CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, set, deque)
-GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
-GLOBAL_GENERATORS = {"Python's random": random.getstate.__self__, "NumPy's random": np.random.get_state.__self__}  # type: ignore[attr-defined]
-"""By the name that messages use. PyTorch's own are put back by torch.utils.checkpoint, and by `forked`."""
 
 
 def is_foreign(name: str) -> bool:
@@ -48,58 +44,41 @@ def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(*(x.detach().reshape(-1).contiguous().view(torch.uint8) for x in (a, b)))
 
 
-def state_of(generator: Any) -> bytes:
-    """Return a generator's state."""
-    if isinstance(generator, torch.Generator):
-        return generator.get_state().numpy().tobytes()
-    if isinstance(generator, np.random.Generator):
-        return pickle.dumps(generator.bit_generator.state)
-    return pickle.dumps(generator.getstate() if isinstance(generator, random.Random) else generator.get_state())
-
-
-def set_state(generator: Any, state: bytes) -> None:
-    """Give a generator a state from :func:`state_of`."""
-    if isinstance(generator, torch.Generator):
-        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
-    elif isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = pickle.loads(state)
-    elif isinstance(generator, random.Random):
-        generator.setstate(pickle.loads(state))
-    else:
-        generator.set_state(pickle.loads(state))
-
-
 @contextmanager
 def unchanged(module: nn.Module) -> Iterator[None]:
     """Undo what the block does to a module: attributes, lists and dicts that they hold, buffers, hooks, generators, flags.
 
     The bytes of buffers and parameters above SMALL stay as the block leaves them.
     """
-    contents = _Contents()
+    snapshot = Snapshot()
     for part in module.modules():
-        contents.add_table(vars(part))
-    with Undoing(contents.put_back):
+        snapshot.add_table(vars(part))
+        for name, value in vars(part).items():
+            if not is_foreign(name):
+                snapshot.add(value)
+    with Undoing(snapshot.put_back):
         yield
 
 
-class _Contents:
-    """Objects reached from attributes, each once, with their contents."""
+class Snapshot:
+    """Attributes of modules, and contents of objects, each once. All is put back in place."""
 
     def __init__(self) -> None:
         self._reached: set[int] = set()
         self._tables: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._containers: list[tuple[Any, list[Any]]] = []
         self._tensors: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._generators: list[tuple[Any, bytes]] = []
+        self.generators: list[tuple[Any, bytes]] = []
 
     def add_table(self, table: dict[str, Any]) -> None:
-        """Add all attributes of a module."""
-        own = {name: value for name, value in table.items() if not is_foreign(name)}
-        self._tables.append((table, own))
-        for value in own.values():
-            self._add(value)
+        """Add what a module's attributes, or its buffers, are. DeepSpeed's are its own."""
+        self._tables.append((table, {name: value for name, value in table.items() if not is_foreign(name)}))
 
-    def _add(self, value: Any) -> None:
+    def add_container(self, container: Any) -> None:
+        self._containers.append((container, contents_of(container)))
+
+    def add(self, value: Any) -> None:
+        """Add the contents of a value: of a small tensor, a generator, a container and what is in it."""
         if id(value) in self._reached:
             return
         if isinstance(value, torch.Tensor):
@@ -109,17 +88,18 @@ class _Contents:
         elif type(value) in CONTAINERS or type(value) is tuple:
             if type(value) is not tuple:
                 self._reached.add(id(value))
-                self._containers.append((value, contents_of(value)))
+                self.add_container(value)
             for inner in value.values() if isinstance(value, dict) else value:
-                self._add(inner)
+                self.add(inner)
         elif isinstance(value, GENERATORS):
             self._reached.add(id(value))
-            self._generators.append((value, state_of(value)))
+            self.generators.append((value, state_of(value)))
 
     def put_back(self) -> None:
         for table, own in self._tables:
-            for name in [name for name in table if name not in own and not is_foreign(name)]:
-                del table[name]
+            for name in table.keys() - own.keys():
+                if not is_foreign(name):
+                    del table[name]
             for name, value in own.items():
                 if table.get(name, MISSING) is not value:
                     table[name] = value
@@ -130,8 +110,7 @@ class _Contents:
                 tensor.data = value
             elif not same_bytes(tensor, value):
                 tensor.data.copy_(value)  # autograd need not know: the value is what it was
-        for generator, state in self._generators:
-            set_state(generator, state)
+        set_states(self.generators)
 
 
 def contents_of(container: Any) -> list[Any]:
@@ -144,7 +123,7 @@ def contents_of(container: Any) -> list[Any]:
 def fill_with(container: Any, contents: list[Any]) -> None:
     """Have a container hold again what :func:`contents_of` returned."""
     now = contents_of(container)
-    if len(now) == len(contents) and all(a is b for a, b in zip(now, contents, strict=True)):
+    if len(now) == len(contents) and all(map(operator.is_, now, contents)):
         return
     container.clear()
     if isinstance(container, dict):
@@ -167,23 +146,13 @@ def copied(value: Any, copies: dict[int, Any]) -> Any:
         made = value.detach().clone() if is_small(value) and not isinstance(value, nn.Parameter) else value
     elif type(value) in CONTAINERS:
         made = value.copy()
-        contents = contents_of(value)
-        fill_with(made, [copied(inner, copies) for inner in contents])
+        fill_with(made, [copied(inner, copies) for inner in contents_of(value)])
     elif isinstance(value, GENERATORS):
-        made = _another(value)
-        set_state(made, state_of(value))
+        made = another(value)
     else:
         return value
     copies[id(value)] = made
     return made
-
-
-def _another(generator: Any) -> Any:
-    if isinstance(generator, torch.Generator):
-        return torch.Generator(generator.device)
-    if isinstance(generator, np.random.Generator):
-        return np.random.Generator(type(generator.bit_generator)())
-    return type(generator)()
 
 
 def alike(a: Any, b: Any) -> bool:
@@ -195,12 +164,7 @@ def alike(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor):
         return is_small(a) and same_bytes(a, b)
     if type(a) in CONTAINERS:
-        return _all_alike(contents_of(a), contents_of(b))
+        return len(a) == len(b) and all(map(alike, contents_of(a), contents_of(b)))
     if isinstance(a, GENERATORS):
         return state_of(a) == state_of(b)
     return isinstance(a, (bool, int, float, complex, str, bytes)) and a == b
-
-
-def _all_alike(a: Iterable[Any], b: Iterable[Any]) -> bool:
-    a, b = list(a), list(b)
-    return len(a) == len(b) and all(map(alike, a, b))

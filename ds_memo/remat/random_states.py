@@ -2,46 +2,97 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
 from ds_memo.errors import MemoError
-from ds_memo.remat.call import generator_of
 from ds_memo.remat.functions import SkipsCompiled
-from ds_memo.remat.module_state import set_state, state_of
+from ds_memo.remat.undo import Undoing
 
+GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+GLOBAL_GENERATORS = {"Python's random": random.getstate.__self__, "NumPy's random": np.random.get_state.__self__}  # type: ignore[attr-defined]
+"""By the name that messages use. PyTorch's own are put back by torch.utils.checkpoint, and by `forked`."""
 _MODULES = ("deepspeed.runtime.activation_checkpointing.checkpointing", "megatron.core.tensor_parallel.random")
 """Modules with a tracker: a dict of named states that ``tracker.fork()`` draws from."""
+
+
+def generator_of(device: torch.device) -> torch.Generator:
+    """Return PyTorch's own generator of a device."""
+    if device.type == "cpu":
+        return torch.default_generator
+    return torch.cuda.default_generators[device.index]
+
+
+def state_of(generator: Any) -> bytes:
+    """Return a generator's state."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state().numpy().tobytes()
+    if isinstance(generator, np.random.Generator):
+        return pickle.dumps(generator.bit_generator.state)
+    return pickle.dumps(generator.getstate() if isinstance(generator, random.Random) else generator.get_state())
+
+
+def set_state(generator: Any, state: bytes) -> None:
+    """Give a generator a state from :func:`state_of`."""
+    if isinstance(generator, torch.Generator):
+        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = pickle.loads(state)
+    elif isinstance(generator, random.Random):
+        generator.setstate(pickle.loads(state))
+    else:
+        generator.set_state(pickle.loads(state))
+
+
+def states_of(generators: Iterable[Any]) -> list[tuple[Any, bytes]]:
+    """Return generators with their states, for :func:`set_states`."""
+    return [(generator, state_of(generator)) for generator in generators]
+
+
+def set_states(states: Iterable[tuple[Any, bytes]]) -> None:
+    for generator, state in states:
+        set_state(generator, state)
+
+
+def another(generator: Any) -> Any:
+    """Return a new generator of the same class, with the same state."""
+    if isinstance(generator, torch.Generator):
+        made: Any = torch.Generator(generator.device)
+    elif isinstance(generator, np.random.Generator):
+        made = np.random.Generator(type(generator.bit_generator)())
+    else:
+        made = type(generator)()
+    set_state(made, state_of(generator))
+    return made
 
 
 @contextmanager
 def forked(device: torch.device, given: Iterable[torch.Generator] = ()) -> Iterator[None]:
     """Restore all generators of this device and the host at the end of the block, and those given."""
-    others = [(generator, state_of(generator)) for generator in given]
-    pythons, numpys = random.getstate(), np.random.get_state()  # Whisper masks its input with NumPy's
-    try:
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), _named_kept():
-            yield
-    finally:
-        random.setstate(pythons)
-        np.random.set_state(numpys)
-        for generator, state in others:
-            set_state(generator, state)
+    states = states_of([*GLOBAL_GENERATORS.values(), *given])  # Whisper masks its input with NumPy's
+    with Undoing(partial(set_states, states)), _own_forked(device), _named_kept():
+        yield
 
 
 @contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
     """Draw from a seed inside the block: PyTorch's generators of this device and the host. Others are not touched."""
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    with _own_forked(device):
         for generator in {torch.default_generator, generator_of(device)}:
             generator.manual_seed(seed)
         yield
+
+
+def _own_forked(device: torch.device) -> Any:
+    return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
 
 
 class KeepsGiven(SkipsCompiled):
@@ -60,8 +111,7 @@ class KeepsGiven(SkipsCompiled):
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
-        for generator, state in self.given.values():
-            set_state(generator, state)
+        set_states(self.given.values())
 
 
 def named_states() -> bytes:

@@ -88,10 +88,6 @@ class Unkept:
     """Attention calls under a torch.utils.checkpoint inside the layer, which recomputes them whatever is kept."""
     gemm_flops: int = 0
     """FLOPs of GEMMs under such a checkpoint."""
-    function_flops: int = field(default=0, compare=False)
-    """FLOPs of GEMMs that autograd.Functions run again in their own backward. Known after the first backward."""
-    replays: int = field(default=0, compare=False)
-    """Replays so far by a recipe with this work."""
 
 
 @dataclass(frozen=True)

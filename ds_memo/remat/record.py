@@ -9,11 +9,12 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ds_memo.remat import op_policy
-from ds_memo.remat.call import Call, as_tuple, needs_right_operands, noticing_draws, storage_of, tensor_leaves
+from ds_memo.remat.call import Call, needs_right_operands, noticing_draws
 from ds_memo.remat.functions import has_inner_tensors
 from ds_memo.remat.modes import NotingMode
 from ds_memo.remat.op_policy import OpKind, kind_of
 from ds_memo.remat.recipe import Gemm, SavedOp
+from ds_memo.remat.tensors import as_tuple, storage_of, tensor_leaves
 
 
 class Record(NotingMode):

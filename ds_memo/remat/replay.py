@@ -9,11 +9,13 @@ import torch
 
 from ds_memo.errors import MemoError
 from ds_memo.remat import op_policy
-from ds_memo.remat.call import Call, cloned, detached, generator_of
+from ds_memo.remat.call import Call
 from ds_memo.remat.functions import FunctionCall, has_inner_tensors, name_of, shapes_of, tensors_in
 from ds_memo.remat.modes import Mode
 from ds_memo.remat.op_policy import OpKind, kind_of
+from ds_memo.remat.random_states import generator_of
 from ds_memo.remat.recipe import Gemm, SavedOp
+from ds_memo.remat.tensors import cloned, detached
 
 
 class Replay(Mode):
@@ -33,8 +35,7 @@ class Replay(Mode):
         recipe, unkept, work = self.call.recipe, self.call.recipe.unkept, self.call.work
         work.attention_ops_recomputed += recipe.softmax is not None and not recipe.attention_ops
         work.attention_ops_recomputed += unkept.attention_ops
-        work.gemm_flops_recomputed += unkept.gemm_flops + unkept.function_flops
-        unkept.replays += 1
+        work.gemm_flops_recomputed += unkept.gemm_flops
         return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:

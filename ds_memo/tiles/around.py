@@ -12,9 +12,8 @@ import torch
 from torch import nn
 
 from ds_memo.errors import MemoError
-from ds_memo.remat.call import generator_of
 from ds_memo.remat.modes import inside_tiles
-from ds_memo.remat.random_states import forked
+from ds_memo.remat.random_states import forked, generator_of
 from ds_memo.remat.undo import Undoing
 
 Autocast = tuple[tuple[str, torch.dtype], ...]

@@ -22,11 +22,12 @@ from torch.autograd.graph import get_gradient_edge
 from ds_memo.head_groups import ALL_HEADS, HeadGroup, head_groups
 from ds_memo.placement import GEMMS_RECOMPUTED, Placement
 from ds_memo.remat.analyse import Analyse
-from ds_memo.remat.call import Call, storage_of, tensor_leaves
+from ds_memo.remat.call import Call
 from ds_memo.remat.checkpoint import CannotTile, Layer, Remat
 from ds_memo.remat.functions import FunctionCall
 from ds_memo.remat.recipe import Observed, ObservedSavedOp, Recipe, make_recipe
 from ds_memo.remat.record import Record
+from ds_memo.remat.tensors import storage_of, tensor_leaves
 from ds_memo.swap.frame import Frame, lie_alike
 from ds_memo.tiles.around import dropping, from_generators, generators, without_autocast
 from ds_memo.tiles.attention_call import Gathered

@@ -26,8 +26,8 @@ import torch
 from torch import nn
 
 from ds_memo.distributed.topology import ranks_per_sequence
-from ds_memo.placement import FULL_RECOMPUTE, GEMMS_RECOMPUTED, UNDECIDED, Placement
-from ds_memo.remat.call import Call, storage_of
+from ds_memo.placement import FULL_RECOMPUTE, GEMMS_RECOMPUTED, Placement
+from ds_memo.remat.call import Call
 from ds_memo.remat.checkpoint import Layer, Remat
 from ds_memo.remat.inputs import DeviceInput
 from ds_memo.remat.layer_state import Before
@@ -35,6 +35,7 @@ from ds_memo.remat.modes import running_tiles
 from ds_memo.remat.random_states import seeded
 from ds_memo.remat.recipe import Recipe, SavedOp
 from ds_memo.remat.replay import Replay
+from ds_memo.remat.tensors import storage_of
 from ds_memo.remat.undo import Undoing, stacks_restored
 from ds_memo.spans import Span
 from ds_memo.swap.frame import Frame, Layout
@@ -285,11 +286,12 @@ class TiledCall:
         """Settle the share of tiles that are stored, and stay on the device if the host has no room."""
         of_tiles = [recipes[span.size].kept(self._keeps_result) for span in self._spans]
         whole = sum(recipe.recomputed.host_bytes for recipe in of_tiles) + self._attention_bytes(hidden)
-        if self._placement.alpha is UNDECIDED:
+        if not self._placement.kind.on_device:
             key = hidden.shape, self._placement
             if key not in self._tiled.alphas:
                 split = sum(recipe.stored.host_bytes - recipe.recomputed.host_bytes for recipe in of_tiles)
-                remember(self._tiled.alphas, key, self._remat.policy.alpha(self._tiled.layer, whole, split))
+                settled = self._remat.policy.settle(self._tiled.layer, self._placement, whole, split)
+                remember(self._tiled.alphas, key, settled.alpha)
             self._placement = replace(self._placement, alpha=self._tiled.alphas[key])
         stored = stored_tiles(len(of_tiles), self._placement.decided_alpha)
         kept = [recipe.stored if number in stored else recipe.recomputed for number, recipe in enumerate(of_tiles)]

@@ -28,11 +28,11 @@ from ds_memo.distributed.agree import world_size
 from ds_memo.distributed.topology import gathers_by_module
 from ds_memo.errors import MemoError
 from ds_memo.remat import op_policy
-from ds_memo.remat.call import storage_of, tensor_leaves
 from ds_memo.remat.functions import SkipsCompiled
 from ds_memo.remat.layer_state import LayerState
 from ds_memo.remat.module_state import unchanged
 from ds_memo.remat.random_states import KeepsGiven, forked, named_states
+from ds_memo.remat.tensors import storage_of, tensor_leaves
 from ds_memo.remat.undo import Undoing
 from ds_memo.spans import Span
 from ds_memo.tiles.around import aliased, autocast_now, dropping, generators

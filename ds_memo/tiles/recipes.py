@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 from ds_memo.remat.analyse import Analyse
-from ds_memo.remat.call import Call, tensor_leaves
+from ds_memo.remat.call import Call
 from ds_memo.remat.module_state import tensors_of, unchanged
 from ds_memo.remat.random_states import forked
 from ds_memo.remat.recipe import Gemm, Observed, Recipe, SavedOp, make_recipe
+from ds_memo.remat.tensors import tensor_leaves
 from ds_memo.spans import Span
 from ds_memo.tiles.around import dropping
 from ds_memo.tiles.attention_call import AttentionCall, run_to_attention, run_with_attention

@@ -106,7 +106,7 @@ def test_what_wants_a_gradient_in_training_wants_one_in_the_profile() -> None:
     profiled = layer_calls(handle._session.remat, model, (), given, kinds, lambda calls: len(calls) == max(kinds) + 1)
     trained: dict[int, LayerCall] = {}
 
-    def note(layer: Layer, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any], _: bool) -> Any:
+    def note(layer: Layer, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         trained.setdefault(kinds[layer.index], LayerCall(layer, fn, args, kwargs))
         return fn(*args, **kwargs)
 

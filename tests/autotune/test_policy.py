@@ -8,7 +8,7 @@ import torch
 from ds_memo.autotune.policy import PlacementPolicy
 from ds_memo.config import MemoConfig
 from ds_memo.errors import MemoError
-from ds_memo.placement import FULL_RECOMPUTE, ON_DEVICE, SWAPPED, PlacementKind
+from ds_memo.placement import FULL_RECOMPUTE, ON_DEVICE, Placement, PlacementKind
 from ds_memo.remat.checkpoint import Layer
 from ds_memo.swap.host_pool import HostPool
 from ds_memo.swap.host_slab import HostSlab
@@ -24,10 +24,14 @@ def make_policy(layers: int = 4, budget: int = 1 << 30, **config: object) -> tup
     return policy, them
 
 
+def settled(policy: PlacementPolicy, layer: Layer) -> float:
+    return policy.settle(layer, policy.placement(layer), WHOLE, ROWS).alpha
+
+
 def test_as_configured() -> None:
     policy, layers = make_policy(alpha=0.25, resident_layers=1)
-    assert [policy.placement(layer) for layer in layers] == [SWAPPED] * 3 + [ON_DEVICE]
-    assert policy.alpha(layers[0], WHOLE, ROWS) == policy.alpha_used == 0.25
+    assert [policy.placement(layer) for layer in layers] == [Placement(PlacementKind.SWAPPED, 0.25)] * 3 + [ON_DEVICE]
+    assert settled(policy, layers[0]) == policy.alpha_used == 0.25
     assert policy.binding.startswith("as configured: 0.00586 of 1 GiB")  # 3 · (1 + 0.25 · 4) MiB
 
 
@@ -35,7 +39,7 @@ def test_as_configured() -> None:
 def test_as_much_as_the_host_holds(budget: int, alpha: float) -> None:
     policy, layers = make_policy(budget=budget + 2 * (1 << 16))  # what alignment may take of two frames
     assert policy.calls(PlacementKind.ON_DEVICE) == [2, 3]
-    assert policy.alpha(layers[0], WHOLE, ROWS) == pytest.approx(alpha)
+    assert settled(policy, layers[0]) == pytest.approx(alpha)
     assert policy.binding.startswith("all rows fit" if alpha == 1 else "host memory")
 
 
@@ -45,7 +49,7 @@ def test_as_much_as_the_host_holds(budget: int, alpha: float) -> None:
 def test_more_than_the_host_holds(budget: int, says: str) -> None:
     policy, layers = make_policy(budget=budget, alpha=0.75)
     with pytest.raises(MemoError, match=f"2 swapped layers like layer 0 need .* {says}"):
-        policy.alpha(layers[0], WHOLE, ROWS)
+        settled(policy, layers[0])
     assert policy.binding == "not known before the first forward"
 
 
@@ -62,6 +66,6 @@ def test_layers_that_show_as_they_run() -> None:
     for index in range(4):
         layers.append(Layer(index, f"layer {index}", None))
         policy.add_layer(layers[-1])
-        assert policy.alpha(layers[-1], WHOLE, ROWS) == 0.0
+        assert settled(policy, layers[-1]) == 0.0
     policy.know_layers()
-    assert policy.calls(PlacementKind.ON_DEVICE) == [2, 3] and policy.alpha(layers[0], WHOLE, ROWS) == 1.0
+    assert policy.calls(PlacementKind.ON_DEVICE) == [2, 3] and settled(policy, layers[0]) == 1.0

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import ds_memo
-from ds_memo.remat.call import tensor_leaves
+from ds_memo.remat.tensors import tensor_leaves
 from tests.everyday import everyday
 from tests.models import HIDDEN, Batch, Block, build, poisoned_memory, step
 from tests.tiles.rig import assert_step, attached, layers_of, reasons, small, strict, tiled_layers, toy

@@ -1,0 +1,32 @@
+"""Small helpers for tensors and trees of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """Return the id of the tensor's storage, the same for all its views; 0: it has no storage (sparse)."""
+    return tensor.untyped_storage()._cdata if torch._C._has_storage(tensor) else 0
+
+
+def tensor_leaves(tree: Any) -> list[torch.Tensor]:
+    if isinstance(tree, torch.Tensor):  # a layer's usual output; torch's pytree takes long
+        return [tree]
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def as_tuple(out: Any) -> tuple[Any, ...]:
+    return tuple(out) if isinstance(out, (tuple, list)) else (out,)
+
+
+def cloned(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def detached(value: Any) -> Any:
+    """Return a view of `value` outside the graph. Autograd ties `value` itself into the graph, which it would keep alive."""
+    return value.detach() if isinstance(value, torch.Tensor) else value
