@@ -21,7 +21,8 @@ YIELDS = ("ds_memo/runtime/first_step_warnings.py", "ds_memo/remat/diagnostics.p
 ELSEWHERE = {
     ("ds_memo/config.py", "'\\n'.join(lines)"): "_explain() words them: memo.…: got …; allowed: …",
     ("ds_memo/errors.py", "f'ds_memo: {message}'"): "passes a text on",
-    ("ds_memo/runtime/session.py", "message"): "passes a text on",
+    ("ds_memo/runtime/parts.py", "message"): "passes a text on",
+    ("ds_memo/runtime/steps.py", "message"): "passes a text on",
     ("ds_memo/remat/checkpoint.py", "f'layer {layer.name}: {reason}'"): "of remat/diagnostics.py and compiled_layers/layers.py",
     (
         "ds_memo/autotune/policy.py",

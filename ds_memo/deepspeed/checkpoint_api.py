@@ -45,7 +45,7 @@ def give_back() -> None:
 def _checkpoint(stock: Callable[..., Any], fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     if inside_a_layer():
         return _as_deepspeed_does(fn(*args, **kwargs))
-    memo = in_forward()
+    memo: Session | None = in_forward()
     if memo is None:
         return stock(fn, *args, **kwargs)
     return _as_deepspeed_does(_run(memo, fn, args, kwargs))

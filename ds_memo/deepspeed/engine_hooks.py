@@ -54,11 +54,11 @@ class _EngineHooks:
         try:
             return stock(*args, **kwargs)
         except torch.OutOfMemoryError:
-            self._session.ran_out()
+            self._session.passes.ran_out()
             raise
 
     def reduce(self, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with self._session.reduction():
+        with self._session.steps.reduction():
             return stock(*args, **kwargs)
 
     def destroy(self, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -72,10 +72,10 @@ class _EngineHooks:
         if self._in_step:
             yield
             return
-        self._session.step_begins()
+        self._session.steps.begins()
         with changed(self, "_in_step", True):
             yield
-        self._session.stepped(is_applied())
+        self._session.steps.ended(is_applied())
 
 
 def _around(stock: Callable[..., Any], tell: Callable[..., Any]) -> Callable[..., Any]:

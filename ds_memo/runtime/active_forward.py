@@ -1,39 +1,38 @@
-"""Whose forward runs: of attached models, in each thread. One model may be evaluated in a thread while another trains."""
+"""Track the running model per thread: one may be evaluated in a thread while another trains."""
 
 from __future__ import annotations
 
 import threading
 import weakref
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from ds_memo.runtime.session import Session
+from typing import Any
 
 
 class _Running(threading.local):
-    """The innermost last. One that Ctrl-C ended, of which PyTorch's hooks tell nothing, stays until its model's next forward, or
-    one around it, is over."""
+    """Sessions of models whose forward runs, the innermost last.
+
+    PyTorch's hooks do not tell of a forward that Ctrl-C ended. It stays until its model's next forward, or one around it, ends.
+    """
 
     def __init__(self) -> None:
-        self.memos: list[weakref.ref[Session]] = []
+        self.sessions: list[weakref.ref[Any]] = []
 
 
 _running = _Running()
 
 
-def begins(memo: Session) -> None:
-    """A forward of its model begins in this thread."""
-    ends(memo)
-    _running.memos.append(weakref.ref(memo))
+def begins(session: Any) -> None:
+    """Note that a forward of the session's model begins in this thread."""
+    ends(session)
+    _running.sessions.append(weakref.ref(session))
 
 
-def ends(memo: Session) -> None:
-    """End this forward and those inside it."""
-    known = [ref() for ref in _running.memos]
-    if memo in known:
-        del _running.memos[known.index(memo) :]
+def ends(session: Any) -> None:
+    """Note that it is over, with those inside it."""
+    known = [ref() for ref in _running.sessions]
+    if session in known:
+        del _running.sessions[known.index(session) :]
 
 
-def in_forward() -> Session | None:
-    """Whose model's forward runs in this thread: the innermost; None: none does."""
-    return next((memo for ref in reversed(_running.memos) if (memo := ref()) is not None), None)
+def in_forward() -> Any:
+    """Return the session of the innermost model whose forward runs in this thread; None: none does."""
+    return next((session for ref in reversed(_running.sessions) if (session := ref()) is not None), None)

@@ -65,7 +65,7 @@ def attach(
             "memo.kernels.adam: the optimizer is DeepSpeed's to make; use ds_memo.initialize, or make it yourself"
         )
     session = attach_model(model, config, config.layers if layers is None else layers, device)
-    session.watch_optimizers()
+    session.steps.watch_optimizers()
     return MemoHandle(session)
 
 
@@ -76,7 +76,7 @@ def attach_model(
     device: torch.device | None = None,
     ties: EngineTies | None = None,
 ) -> Session:
-    """Attach as attach() does; the caller says when optimizer steps begin and end.
+    """Do the same as attach; the caller tells when optimizer steps begin and end.
 
     Args:
         ties: what an engine brings, which has given its model the kernels already; None: there is no engine.
@@ -125,20 +125,20 @@ def _usable(device: torch.device | str) -> torch.device:
 
 
 def refuse_attached(model: nn.Module, but_by_engines: bool = False) -> None:
-    """A model is attached once.
+    """Refuse a model that is attached.
 
     Raises:
         MemoError: it is attached.
     """
     session = _attached.get(model)
-    if session is not None and not (but_by_engines and session.of_engine):
+    if session is not None and not (but_by_engines and session.ties.of_engine):
         raise MemoError(f"{type(model).__name__} is already attached; call .detach() on its handle first")
 
 
 def take_from_engine(model: nn.Module) -> None:
-    """Another engine is made of the model: the one before, which its hooks keep alive, goes on without memo."""
+    """Detach a model of which another engine is made. The one before, which its hooks keep alive, goes on without memo."""
     session = _attached.get(model)
-    if session is not None and session.of_engine:
+    if session is not None and session.ties.of_engine:
         session.detach()
         warnings.warn(
             f"another engine had this {type(model).__name__}: it runs without memo from now on", MemoWarning, stacklevel=4
@@ -165,7 +165,7 @@ def checkpoint(
             function works but is analysed anew each time. Two methods of one module count as two calls of one layer: give
             them modules of their own.
         use_reentrant: accepted for compatibility; the work is never done reentrantly.
-        preserve_rng_state: whether what is computed again draws the random numbers of the forward.
+        preserve_rng_state: True if what is computed again draws the random numbers of the forward.
 
     Raises:
         MemoError: several models are attached, none of them is in its forward, and `fn` is no module of one of them.
@@ -203,7 +203,8 @@ def attached() -> list[Session]:
 
 
 def _current(fn: Callable[..., Any]) -> Session | None:
-    if (running := in_forward()) is not None:
+    running: Session | None = in_forward()
+    if running is not None:
         return running
     module = module_of(fn)  # of a part of a model that is called by itself
     holders = [

@@ -1,4 +1,4 @@
-"""What cannot go together with memo: refused before training where it can be seen, with one sentence that says what to remove."""
+"""Conflicts with memo: refused before training where they can be seen, with one sentence that says what to remove."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ def refuse_offload(function: Any) -> None:
 
 
 def is_offloaded() -> bool:
-    """Return True if hooks move saved tensors of what runs now to the host: OffloadActivations, save_on_cpu."""
+    """Return True if hooks send saved tensors to the host now: TRL's and Axolotl's OffloadActivations, save_on_cpu."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks is not None and any(name in getattr(hooks[0], "__qualname__", "") for name in ("Offload", "save_on_cpu"))
 
 
 def refuse_cache(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-    """A forward pre-hook of a Hugging Face model: refuses keys and values that it was given in training.
+    """Refuse keys and values that a Hugging Face model is given in training; a forward pre-hook.
 
     Raises:
         MemoError: Transformers would drop them, as for every model that is checkpointed, and the loss be another.
@@ -74,7 +74,7 @@ LONG = 4096
 
 
 class MaskWatch:
-    """A forward pre-hook of one layer: warns once when it is given a mask with an entry for every pair of tokens."""
+    """Warns once if a layer is given a mask with an entry for every pair of tokens; a forward pre-hook."""
 
     def __init__(self, name: str, warn: Callable[[str], None]) -> None:
         self.name = name

@@ -1,4 +1,4 @@
-"""What is to be said once the first optimizer step is over: of memo without an effect, of layers that are not as profiled."""
+"""Warnings after the first optimizer step: memo has no effect, or layers are not as profiled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an attached model's modules are given, and how they get back what they had."""
+"""Patches of an attached model's modules, and how they are undone."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class ModulePatches:
         self.undo_with(module.register_forward_hook(Patched(hook, nothing, then=then), always_call=always).remove)
 
     def hold(self) -> None:
-        """gradient_checkpointing_enable() and _disable() after attach: memo stays in charge of training forwards."""
+        """Keep memo in charge of training forwards after gradient_checkpointing_enable() or _disable()."""
         for module, function in self._through_us.items():
             if module._gradient_checkpointing_func is not function:
                 conflicts.refuse_offload(module._gradient_checkpointing_func)
@@ -146,7 +146,7 @@ WITH_GRAD = _WithGrad()
 
 
 class Patched:
-    """What we put into a module. A copy of the module, or a pickle of it, is a plain one: it gets `plain` in its place.
+    """A call that memo puts into a module. A copy of the module, or a pickle of it, gets `plain` in its place.
 
     Dynamo does not trace it, nor what it calls.
 

@@ -19,10 +19,10 @@ def watch_optimizers(
     """Tell `who` of the steps of every torch optimizer that has a parameter of the model.
 
     Returns:
-        What ends it. It also ends with `who`: the hooks are torch's and keep nothing alive.
+        Functions that end it. It also ends with `who`: the hooks are torch's and keep nothing alive.
     """
     known: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, bool]] = weakref.WeakKeyDictionary()
-    """How many groups of parameters it has, and whether one of them is the model's."""
+    """Number of groups of parameters, and True if one of them is the model's."""
     target = weakref.ref(who)
 
     def told(say: Callable[[T], None]) -> Callable[..., None]:

@@ -1,28 +1,19 @@
-"""The account of an attached model: its report, and of that what DeepSpeed's monitors are sent."""
+"""The report of an attached model, and what DeepSpeed's monitors are sent of it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
-from ds_memo.autotune.policy import PlacementPolicy
 from ds_memo.placement import PlacementKind
 from ds_memo.remat.call import Work
-from ds_memo.remat.checkpoint import Layer
+from ds_memo.runtime.parts import Parts
+from ds_memo.runtime.throughput import Speed, model_flops_utilization
 from ds_memo.show.report import Report
-from ds_memo.swap.engine import SwapEngine
-from ds_memo.swap.host_slab import HostSlab
 
 
-def report(
-    layers: Sequence[Layer], work: Work, engine: SwapEngine, policy: PlacementPolicy, slab: HostSlab, **others: Any
-) -> Report:
-    """Report what is set and what happened so far.
-
-    Args:
-        others: entries that are said as they are.
-    """
+def report(parts: Parts, speed: Speed) -> Report:
+    """Return what is set and what happened so far."""
+    engine, policy, slab, solution = parts.engine, parts.policy, parts.slab, parts.policy.pass_solution
     traffic, on_device = engine.traffic, policy.calls(PlacementKind.ON_DEVICE)
+    step_s, tokens_per_s = speed.medians()
     return Report(
         active=traffic.bytes_to_host > 0,
         alpha=policy.alpha_used,
@@ -32,15 +23,16 @@ def report(
         layers_without_recompute=policy.calls(PlacementKind.NO_RECOMPUTE),
         binding=policy.binding,
         checkpointing=not policy.no_recompute,
-        layers=len(layers),
+        layers=len(parts.layers),
         frames=traffic.frames,
         bytes_to_host=traffic.bytes_to_host,
         bytes_from_host=traffic.bytes_from_host,
         stored_bytes_per_layer=[
-            0 if policy.is_without_recompute(layer) or not layer.latest else layer.latest.layout.stored_bytes for layer in layers
+            0 if policy.is_without_recompute(layer) or not layer.latest else layer.latest.layout.stored_bytes
+            for layer in parts.layers
         ],
-        gemm_flops_recomputed_fraction=_recomputed(work, traffic.frames),
-        attention_recomputed=work.attention_ops_recomputed,
+        gemm_flops_recomputed_fraction=_recomputed(parts.remat.work, traffic.frames),
+        attention_recomputed=parts.remat.work.attention_ops_recomputed,
         host={
             "budget": slab.budget.share,
             "slab": slab.size,
@@ -49,8 +41,15 @@ def report(
             "numa_node": slab.pool.node.number if slab.pool.node else None,
         },
         stall_s=engine.streams.stall_s(),
-        predicted=policy.pass_solution.predicted() if policy.pass_solution else None,
-        **others,
+        predicted=solution.predicted() if solution else None,
+        step_s=step_s,
+        tokens_per_s=tokens_per_s,
+        mfu=model_flops_utilization(parts.model(), parts.hidden_shape(), tokens_per_s, engine.device),
+        tiles=parts.tiling.report() if parts.tiling else None,
+        profile=parts.tuner.report() if parts.tuner else None,
+        plan=parts.addresses.report(),
+        nvme=parts.drives.report() if parts.drives else None,
+        warnings=list(parts.warnings),
     )
 
 
@@ -62,7 +61,7 @@ def _recomputed(work: Work, frames: int) -> float | None:
 
 
 def events(report: Report, samples: int) -> list[tuple[str, float, int]]:
-    """Name, value, and how many samples the run has seen."""
+    """Return name, value, and samples that the run has seen, of each figure."""
     values = {
         "alpha": report["alpha"],
         "resident_layers": report["resident_layers"],

@@ -1,4 +1,4 @@
-"""How fast training goes: time and tokens between optimizer steps, and MFU."""
+"""Throughput: time and tokens between optimizer steps, and MFU."""
 
 from __future__ import annotations
 
@@ -21,8 +21,6 @@ class Speed:
     """Step times and tokens of this rank."""
 
     def __init__(self) -> None:
-        self.tokens = 0
-        """Seen so far."""
         self._steps: deque[tuple[float, int]] = deque(maxlen=_STEPS + 1)
         """When the latest optimizer steps ended, and the tokens by then."""
 
@@ -30,13 +28,16 @@ class Speed:
     def before_first_step(self) -> bool:
         return not self._steps
 
-    def stepped(self, now: float) -> None:
-        """An optimizer step is over. Of several optimizers (Muon beside AdamW, or one for each parameter) the first counts."""
-        if not self._steps or self.tokens > self._steps[-1][1]:
-            self._steps.append((now, self.tokens))
+    def stepped(self, now: float, tokens: int) -> None:
+        """Note the end of an optimizer step, and the tokens so far.
+
+        Of several optimizers (Muon beside AdamW, or one for each parameter) the first counts.
+        """
+        if not self._steps or tokens > self._steps[-1][1]:
+            self._steps.append((now, tokens))
 
     def medians(self) -> tuple[float | None, float | None]:
-        """Seconds between the ends of steps, and tokens a second; None before there are two."""
+        """Return the seconds between the ends of steps, and the tokens a second; None before there are two."""
         gaps = [(now - then, tokens - before) for (then, before), (now, tokens) in itertools.pairwise(self._steps)]
         if not gaps:
             return None, None
@@ -46,7 +47,7 @@ class Speed:
 def model_flops_utilization(
     model: nn.Module | None, hidden: tuple[int, ...], tokens_per_s: float | None, device: torch.device
 ) -> float | None:
-    """MFU of this rank; None where the model's FLOPs or the device's peak are not known.
+    """Return the MFU of this rank; None where the model's FLOPs or the device's peak are not known.
 
     Args:
         hidden: shape of the hidden states, (b, s, h); where ranks share a sequence, of this one's part.

@@ -91,7 +91,7 @@ def test_nothing_is_left_of_the_measuring() -> None:
     handle = attached(model)
     torch.manual_seed(5)
     before = torch.get_rng_state()
-    handle._session._place(model, (), {"inputs_embeds": BATCH.embeds, "labels": BATCH.labels})
+    handle._session.passes.place(model, (), {"inputs_embeds": BATCH.embeds, "labels": BATCH.labels})
     assert torch.equal(torch.get_rng_state(), before)
     assert all(parameter.grad is None for parameter in model.parameters())
     assert handle._session.policy.pass_solution is not None

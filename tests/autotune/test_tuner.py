@@ -305,7 +305,7 @@ def test_copies_that_are_slower_than_profiled(costs: Any, link: float, slow: boo
     """Real steps, copies and stalls. A busy test machine stalls too, so only half of a step counts as slow here."""
     monkeypatch.setattr(stalls, "TOLERATED", 0.5)
     monkeypatch.setattr(stalls, "WINDOW", 2)
-    monkeypatch.setattr("ds_memo.runtime.session.streams_for", lambda device: Throttled(link))
+    monkeypatch.setattr("ds_memo.runtime.parts.streams_for", lambda device: Throttled(link))
     monkeypatch.setattr("ds_memo.profile.bandwidth.streams_for", lambda device: Throttled(1e9))  # so that 1 % of it is slow
     model = build("llama")
     stock = copy.deepcopy(model)
@@ -377,7 +377,7 @@ def test_after_a_refusal_the_tuner_asks_for_less(costs: Any, monkeypatch: pytest
     model = build("llama")
     stock = copy.deepcopy(model)
     handle = attached(model, resident_layers=0, **budgets(costs, 0, 5))
-    handle._session._place(model, (), {"inputs_embeds": BATCH.embeds, "labels": BATCH.labels})
+    handle._session.passes.place(model, (), {"inputs_embeds": BATCH.embeds, "labels": BATCH.labels})
     asked = handle.report()["predicted"]["host_bytes"]
     with monkeypatch.context() as patch:
         Refusing(patch, LAYERS - 1)

@@ -156,7 +156,7 @@ class TestGradients(DistributedTest):
     def test_a_lean_rank_sets_everyones_alpha(self, monkeypatch):
         """Through the engine, with alpha left out: the host of rank 1 has less room."""
         room = 200_000 - 30_000 * dist.get_rank()
-        monkeypatch.setattr("ds_memo.runtime.session.budget_bytes", lambda *args, **kwargs: room)
+        monkeypatch.setattr("ds_memo.runtime.parts.budget_bytes", lambda *args, **kwargs: room)
         model = build("llama")
         config = {
             "train_micro_batch_size_per_gpu": 2,

@@ -12,24 +12,23 @@ from ds_memo.runtime.throughput import Speed, model_flops_utilization
 def test_nothing_before_two_steps() -> None:
     speed = Speed()
     assert speed.before_first_step and speed.medians() == (None, None)
-    speed.stepped(1.0)
+    speed.stepped(1.0, 0)
     assert not speed.before_first_step and speed.medians() == (None, None)
 
 
 def test_medians_are_of_steps_and_not_of_their_sum() -> None:
-    speed, now = Speed(), 0.0
+    speed, now, seen = Speed(), 0.0, 0
     for seconds, tokens in [(0.0, 10), (1.0, 100), (50.0, 100), (2.0, 400)]:  # one step was interrupted
         now += seconds
-        speed.tokens += tokens
-        speed.stepped(now)
+        seen += tokens
+        speed.stepped(now, seen)
     assert speed.medians() == (2.0, pytest.approx(100.0))
 
 
 def test_old_steps_are_forgotten() -> None:
     speed = Speed()
     for number in range(40):
-        speed.tokens += 10
-        speed.stepped(float(number * 5 if number < 19 else 90 + number - 18))
+        speed.stepped(float(number * 5 if number < 19 else 90 + number - 18), 10 + 10 * number)
     assert speed.medians() == (1.0, 10.0)
 
 
@@ -37,9 +36,8 @@ def test_several_optimizers_step_once() -> None:
     """Muon beside AdamW, or one for each parameter."""
     speed = Speed()
     for step in range(4):
-        speed.tokens += 100
         for number in range(3):
-            speed.stepped(step + 0.001 * number)
+            speed.stepped(step + 0.001 * number, 100 + 100 * step)
     assert speed.medians() == (1.0, 100.0)
 
 
