@@ -57,11 +57,13 @@ class Toy(nn.Module):
         self.blocks = nn.ModuleList(block() for _ in range(layers))
         self.head = nn.Linear(HIDDEN, VOCAB)
 
-    def forward(self, inputs_embeds: torch.Tensor, labels: torch.Tensor, **kwargs: Any) -> Any:
-        x = inputs_embeds
+    def run_blocks(self, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         for block in self.blocks:
             x = block(x, **kwargs)
-        logits = self.head(x)
+        return x
+
+    def forward(self, inputs_embeds: torch.Tensor, labels: torch.Tensor, **kwargs: Any) -> Any:
+        logits = self.head(self.run_blocks(inputs_embeds, **kwargs))
         return types.SimpleNamespace(loss=F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten()), logits=logits)
 
 

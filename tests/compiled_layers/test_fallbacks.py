@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map_only
 
 import ds_memo
 from tests.compiled_layers.rig import compiled, layers_of, run
+from tests.inside import kinds_of_recipes, recipe_of
 from tests.models import HIDDEN, Batch, Block, Toy, assert_same, step
 
 
@@ -115,7 +116,7 @@ def test_under_saved_tensor_hooks() -> None:
         got = run(model, batch)
     assert_same(got, step(stock, batch))
     run(model, batch)
-    assert type(handle._session.layers[0].latest).__name__ == "CompiledRecipe"
+    assert type(recipe_of(handle)).__name__ == "CompiledRecipe"
     handle.detach()
 
 
@@ -127,7 +128,7 @@ def test_one_layer_of_many() -> None:
     handle = ds_memo.attach(compiled(model, backend="aot_eager"), {"alpha": 0.5, "resident_layers": 0}, layers=list(model.blocks))
     with pytest.warns(ds_memo.MemoWarning, match=r"layer blocks\.1: it cannot be traced"):
         run(model, Batch.random(2, 17))
-    recipes = [type(layer.latest).__name__ for layer in handle._session.layers]
+    recipes = kinds_of_recipes(handle)
     assert recipes == ["CompiledRecipe", "Recipe", "CompiledRecipe", "CompiledRecipe"]
     handle.detach()
 

@@ -16,6 +16,7 @@ import ds_memo
 from ds_memo.compiled_layers import ops
 from ds_memo.placement import stored_rows
 from tests.compiled_layers.rig import TOLERANCE, compiled, layers_of, recompilations, run, worst
+from tests.inside import inside, kinds_of_recipes, recipe_of
 from tests.models import BF16, HIDDEN, Batch, Block, Outcome, Toy, build, gradients
 
 CONFIG = {"alpha": 0.5, "resident_layers": 1}
@@ -99,39 +100,35 @@ def test_as_compiled_stock(situation: Callable[[nn.Module], Outcome]) -> None:
     handle.detach()
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_dropout(backend: str) -> None:
+class Drops(Block):
     """Random numbers are drawn once: the backward has the forward's masks."""
 
-    class Drops(Block):
-        def __init__(self) -> None:
-            super().__init__(dropout=0.3)
+    def __init__(self) -> None:
+        super().__init__(dropout=0.3)
 
+
+class Lora(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+        self.a, self.b = nn.Linear(HIDDEN, 4, bias=False), nn.Linear(4, 2 * HIDDEN, bias=False)
+
+    def feed(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm2(x)
+        return self.down(torch.nn.functional.gelu(self.up(y) + self.b(self.a(y))))
+
+
+@pytest.mark.parametrize(
+    "block, backend",
+    [(Lora, "aot_eager"), (Drops, "aot_eager"), pytest.param(Drops, "inductor", marks=pytest.mark.slow)],
+)
+def test_blocks(block: type[Block], backend: str) -> None:
     torch.manual_seed(0)
-    stock, model, handle = pair(Toy(Drops), backend=backend)
+    stock, model, handle = pair(Toy(block), backend=backend)
     for _ in range(2):
         batch = Batch.random(2, 17)
         assert worst(run(model, batch), run(stock, batch)) <= TOLERANCE
     assert handle.report()["attention_recomputed"] == 0
-    handle.detach()
-
-
-def test_lora() -> None:
-    class Lora(Block):
-        def __init__(self) -> None:
-            super().__init__()
-            self.requires_grad_(False)
-            self.a, self.b = nn.Linear(HIDDEN, 4, bias=False), nn.Linear(4, 2 * HIDDEN, bias=False)
-
-        def feed(self, x: torch.Tensor) -> torch.Tensor:
-            y = self.norm2(x)
-            return self.down(torch.nn.functional.gelu(self.up(y) + self.b(self.a(y))))
-
-    torch.manual_seed(0)
-    stock, model, handle = pair(Toy(Lora))
-    for _ in range(2):
-        batch = Batch.random(2, 17)
-        assert worst(run(model, batch), run(stock, batch)) <= TOLERANCE
     handle.detach()
 
 
@@ -170,7 +167,7 @@ def test_models_that_call_checkpoint_themselves() -> None:
     for _ in range(2):
         batch = Batch.random(2, 17)
         assert worst(run(model, batch), run(stock, batch)) <= TOLERANCE
-    assert {type(layer.latest).__name__ for layer in handle._session.layers} == {"CompiledRecipe"}
+    assert set(kinds_of_recipes(handle)) == {"CompiledRecipe"}
     handle.detach()
 
 
@@ -189,7 +186,7 @@ def test_solved(name: str, backend: str, tmp_path: Path, monkeypatch: pytest.Mon
 
     again = recompilations(run_steps)
     assert all(name.startswith("memo_") for *_, name in again)  # nothing of the profile is compiled
-    profile = handle._session.tuner.profile
+    profile = inside(handle).tuner.profile
     assert [kind["compiled_by"] for kind in profile.key["kinds"]] == [backend]
     assert all("torch.compile compiles it" in kind.not_tiled for kind in profile.kinds if len(kind.samples) > 1)
     outputs = [output for kind in profile.kinds for output in kind.samples[-1].outputs]
@@ -244,6 +241,6 @@ def test_rows_are_split_as_in_uncompiled_layers(rows: int, stored: int) -> None:
     handle = ds_memo.attach(model, {"alpha": 0.3, "resident_layers": 0}, layers=["layers.0"])
     model.layers[0].compile(backend="aot_eager")
     model(torch.randn(1, rows, 128), False).pow(2).mean().backward()
-    kept = [slot.rows for slot in handle._session.layers[0].latest.layout.kept]
+    kept = [slot.rows for slot in recipe_of(handle).layout.kept]
     assert stored in kept and stored_rows(0.3, rows) == stored
     handle.detach()

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ds_memo.swap.frame import Frame
+from tests.inside import inside
 from tests.models import (
     HIDDEN,
     Batch,
@@ -44,5 +45,5 @@ def assert_nothing_leaked(handle: Any, frames: weakref.WeakSet[Frame]) -> None:
     if frames:
         gc.collect()  # a traceback may hold them in a reference cycle
     assert not frames
-    handle._session.engine.drain()  # what the next forward does first
-    assert handle._session.slab.used == handle._session.engine.traffic.blocks_lost == 0
+    inside(handle).engine.drain()  # what the next forward does first
+    assert inside(handle).slab.used == inside(handle).engine.traffic.blocks_lost == 0

@@ -13,6 +13,7 @@ import ds_memo
 from ds_memo.remat import op_policy
 from ds_memo.remat.recipe import Gemm
 from tests.everyday import everyday
+from tests.inside import recipe_of
 from tests.models import HIDDEN, Batch, Block, Different, _decoder, compare_with_stock, step
 from tests.remat.products import compare_counts, predicted_share
 from tests.remat.situations import BATCH, Lines, drive, toy
@@ -91,7 +92,7 @@ def test_the_rows_are_those_of_all_experts() -> None:
     handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 0})
     for _ in range(2):
         drive(model, 0)
-    recipe = handle._session.layers[0].latest
+    recipe = recipe_of(handle)
     (wide, square) = (op for op in recipe.ops if isinstance(op, Gemm) and op.func in op_policy.BATCHED)
     tokens = BATCH.labels.numel()
     assert wide.shape == (3, tokens, 2 * HIDDEN) and (wide.m, wide.rows, wide.biased) == (3 * tokens, 3 * tokens // 2, True)
@@ -107,7 +108,7 @@ def test_attention_by_products_is_not_kept() -> None:
     model = toy(ByHand)
     handle = ds_memo.attach(model, {"alpha": 1.0, "resident_layers": 0})
     drive(model, 0)
-    report, recipe = handle.report(), handle._session.layers[0].latest
+    report, recipe = handle.report(), recipe_of(handle)
     assert not any(op.kept for op in recipe.ops if op.func in op_policy.BATCHED)
     assert report["gemm_flops_recomputed_fraction"] == 0 and report["attention_recomputed"] == len(model.blocks)
     handle.detach()

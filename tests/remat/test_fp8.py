@@ -13,6 +13,7 @@ from torch import nn
 import ds_memo
 from ds_memo.remat import op_policy
 from ds_memo.remat.recipe import Gemm
+from tests.inside import recipe_of
 from tests.models import HIDDEN, Batch, Block, Different, Outcome, compare_with_stock, step
 from tests.remat.products import compare_counts, predicted_share
 from tests.remat.situations import toy
@@ -103,7 +104,7 @@ def test_gradients_rows_and_counts(kind: str, alpha: float) -> None:
     handle = ds_memo.attach(model, {"alpha": alpha, "resident_layers": 0})
     for _ in range(2):
         got = drive(model, 0)
-    report, recipe = handle.report(), handle._session.layers[0].latest
+    report, recipe = handle.report(), recipe_of(handle)
     handle.detach()
     assert [name for name, grad in want.grads.items() if not torch.equal(got.grads[name], grad)] == []
     up, down = (op for op in recipe.ops if isinstance(op, Gemm) and op.func is KINDS[kind].default)
@@ -161,7 +162,7 @@ def test_torchao(recipe: str, alpha: float) -> None:
     handle = ds_memo.attach(model, {"alpha": alpha, "resident_layers": 1})
     for _ in range(2):
         got = step(model, batch)
-    report, layer = handle.report(), handle._session.layers[0].latest
+    report, layer = handle.report(), recipe_of(handle)
     handle.detach()
     assert [name for name, grad in want.grads.items() if not torch.equal(got.grads[name], grad)] == []
     gemms = [op for op in layer.ops if isinstance(op, Gemm)]

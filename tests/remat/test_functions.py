@@ -18,6 +18,7 @@ import ds_memo
 from ds_memo.profile.call import LayerCall
 from ds_memo.remat import modes
 from ds_memo.remat.checkpoint import Layer
+from tests.inside import inside, recipe_of
 from tests.models import HEADS, HIDDEN, LAYERS, Batch, Block, Toy, assert_same, compare_with_stock, every_config, step
 from tests.remat.situations import BATCH, drive
 
@@ -414,7 +415,7 @@ def test_tensors_in_an_object_among_the_arguments_stay_where_they_are() -> None:
     model = toy(Masked)
     handle = ds_memo.attach(model, {"alpha": 0.0, "resident_layers": 0})
     step(model, BATCH)
-    recipe = handle._session.layers[0].latest
+    recipe = recipe_of(handle)
     call = recipe.ops[1].func
     saved = [saved for saved in call.saved if saved.of_argument and saved.index == 3]
     assert saved, "the mask is known as an argument's"
@@ -427,7 +428,7 @@ def test_the_profile_knows_it_as_attention() -> None:
     model = toy()
     handle = ds_memo.attach(model, {"host_memory_gib": 1, "device_memory_gib": 1e-3})
     step(model, Batch.random(2, 64))
-    sample = handle._session.tuner.profile.kinds[0].samples[-1]
+    sample = inside(handle).tuner.profile.kinds[0].samples[-1]
     assert sample.attention_s > 0 and sample.attention_backward_s > 0
     assert sample.attention_flops == 2 * 2 * HIDDEN * 64 * 64
     assert "attention" in {output.kind for output in sample.outputs}

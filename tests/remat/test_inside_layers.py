@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import ds_memo
-from ds_memo.remat.recipe import Gemm
+from tests.inside import gemms_of
 from tests.models import (
     HIDDEN,
     Batch,
@@ -294,15 +294,14 @@ def test_shared_argument_changed_between_two_forwards(config: dict, how: str) ->
             self.register_buffer("mask", torch.ones(17, 1))
             self.trained = nn.Parameter(torch.ones(()))
 
-        def forward(self, inputs_embeds: torch.Tensor, labels: torch.Tensor, fill: float) -> Any:
-            x = inputs_embeds
+        def run_blocks(self, x: torch.Tensor, fill: float) -> torch.Tensor:
             self.mask.fill_(fill)
             for block in self.blocks:
                 x = calls[how](block, x, self.mask, self.trained)
-            return types.SimpleNamespace(loss=F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten()))
+            return x
 
     def twice(model: nn.Module, number: int) -> Outcome:
-        losses = [model(BATCH.embeds, BATCH.labels, fill).loss for fill in (1.0, 2.0)]
+        losses = [model(BATCH.embeds, BATCH.labels, fill=fill).loss for fill in (1.0, 2.0)]
         sum(losses).backward()
         return Outcome(sum(losses).detach(), gradients(model))
 
@@ -386,7 +385,7 @@ def test_what_chooses_is_kept_whole(block: type[Lines]) -> None:
     compare_with_stock(model, drive, {"alpha": 0.5, "resident_layers": 0})
     handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 0})
     drive(model, 0)
-    hidden, router, *_ = [op for op in handle._session.layers[0].latest.ops if isinstance(op, Gemm)]
+    hidden, router, *_ = gemms_of(handle)
     if router.wanted:  # else nothing reads it, since the choice is supplied
         assert router.rows == router.shape[0] and hidden.rows == hidden.shape[0] // 2
     handle.detach()

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 import ds_memo
 from ds_memo.remat import op_policy
 from ds_memo.remat.recipe import Gemm
+from tests.inside import inside, recipe_of
 from tests.models import HIDDEN, Batch, Block, every_config, poisoned_memory, step
 from tests.remat.situations import BATCH, Lines, toy
 
@@ -83,7 +84,7 @@ def test_without_statistics_the_product_is_left_out() -> None:
     for counts, expected in ((False, [True, False, True, False]), (True, [True, True, True, False])):
         for _ in range(2):  # a call that begins to count leaves the recipe; the next one is analysed
             step(model, BATCH, counts=counts)
-        assert [op.wanted for op in handle._session.layers[0].latest.ops if isinstance(op, Gemm)] == expected
+        assert [op.wanted for op in recipe_of(handle).ops if isinstance(op, Gemm)] == expected
     handle.detach()
 
 
@@ -123,7 +124,7 @@ def test_a_graph_does_not_hold_arguments(frames: Any) -> None:
     for block in model.blocks:
         block.register_forward_pre_hook(lambda module, args: inputs.append(weakref.ref(args[0])))
     loss = model(BATCH.embeds * 1.0, BATCH.labels).loss
-    handle._session.engine.settle()
+    inside(handle).engine.settle()
     assert [ref() is None for ref in inputs[:2]] == [True, True]
     loss.backward()
     handle.detach()

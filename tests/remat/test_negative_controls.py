@@ -16,6 +16,7 @@ from ds_memo.remat import op_policy as keep
 from ds_memo.swap.engine import SwapEngine
 from ds_memo.swap.frame import Frame, Kept
 from ds_memo.swap.streams import COMPUTE, D2H, H2D, ThreadStreams
+from tests.inside import inside
 from tests.models import Batch, Different, Outcome, assert_same, build, poisoned_memory, step
 
 Patch = pytest.MonkeyPatch
@@ -33,7 +34,7 @@ def outcomes(name: str, steps: int = 3) -> Iterator[tuple[Outcome, Outcome]]:
                 got = step(model, batch)
             yield got, step(stock, batch)
     finally:
-        handle._session.engine.streams.__dict__.pop("wait", None)
+        inside(handle).engine.streams.__dict__.pop("wait", None)
         handle.detach()
 
 

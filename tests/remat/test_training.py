@@ -11,9 +11,12 @@ from torch import nn
 
 import ds_memo
 from ds_memo.remat import checkpoint
+from tests.inside import inside
 from tests.models import (
     BF16,
+    HIDDEN,
     LAYERS,
+    VOCAB,
     Batch,
     Block,
     Outcome,
@@ -23,6 +26,7 @@ from tests.models import (
     gradients,
     step,
 )
+from tests.remat.products import Flops
 from tests.remat.situations import BATCH, Lines, assert_nothing_leaked, drive, toy
 
 pytestmark = pytest.mark.filterwarnings("ignore::ds_memo.errors.MemoWarning")
@@ -163,6 +167,28 @@ def test_work_that_settles_is_analysed_no_more(config: dict, monkeypatch: pytest
     assert analyses == [0, 2, 4, *range(6, 11), 14], analyses
 
 
+def test_gemms_behind_a_departure_are_counted() -> None:
+    """Every other call leaves the recipe at its second product."""
+
+    class Turns(Lines):
+        def forward(self, x: torch.Tensor, other: bool) -> torch.Tensor:
+            y = torch.tanh(self.a(self.norm(x)))
+            return x + torch.tanh(self.b(torch.tanh(y @ self.c.weight[:, :32] @ self.b.weight[:32] if other else self.c(y))))
+
+    model, forward, backward = toy(Turns), 0, 0
+    handle = ds_memo.attach(model, {"alpha": 1.0, "resident_layers": LAYERS})
+    for number in range(6):
+        with Flops() as mode:
+            loss = model(BATCH.embeds, BATCH.labels, other=number % 2 == 1).loss
+        forward += mode.total - 2 * BATCH.labels.numel() * HIDDEN * VOCAB
+        with Flops() as mode:
+            loss.backward()
+        backward += mode.total - 4 * BATCH.labels.numel() * HIDDEN * VOCAB
+    share = handle.report()["gemm_flops_recomputed_fraction"]
+    handle.detach()
+    assert share == pytest.approx((backward - 2 * forward) / forward) and share > 0
+
+
 @every_config
 def test_router_logits_and_their_loss(config: dict) -> None:
     """Hooks take the logits out of the layer, and a second loss runs backward through them."""
@@ -213,52 +239,42 @@ def test_gradient_accumulation(config: dict) -> None:
 # ---- graphs
 
 
+OTHER = Batch.random(1, 33)
+BACKWARDS = {
+    "first first": ("llama", [BATCH, OTHER], [(0, False), (1, False)]),
+    "last first": ("llama", [BATCH, OTHER], [(1, False), (0, False)]),
+    "interleaved": ("plain", [BATCH, OTHER], [(0, True), (1, True), (0, False), (1, False)]),
+    "three times": ("mixtral", [BATCH], [(0, True), (0, True), (0, False)]),
+    "three times with dropout": ("dropout", [BATCH], [(0, True), (0, True), (0, False)]),
+}
+"""Model, batches whose forwards come first, then the backwards: of which loss, and whether its graph is retained."""
+
+
 @every_config
-def test_retain_graph_twice(config: dict) -> None:
-    def thrice(model: nn.Module, number: int) -> Outcome:
+@pytest.mark.parametrize("name", BACKWARDS)
+def test_order_of_backwards(config: dict, name: str) -> None:
+    of, batches, order = BACKWARDS[name]
+
+    def drive(model: nn.Module, number: int) -> Outcome:
         torch.manual_seed(number)
-        x = BATCH.embeds.clone().requires_grad_()
-        loss = model(inputs_embeds=x, labels=BATCH.labels).loss
-        for retain in (True, True, False):
-            loss.backward(retain_graph=retain)
-        return Outcome(loss.detach(), {**gradients(model), "x": x.grad})
+        inputs = [batch.embeds.clone().requires_grad_() for batch in batches]
+        losses = [model(inputs_embeds=x, labels=batch.labels).loss for x, batch in zip(inputs, batches, strict=True)]
+        for which, retain in order:
+            losses[which].backward(retain_graph=retain)
+        found = gradients(model) | {f"input {i}": x.grad for i, x in enumerate(inputs)}
+        return Outcome(sum(losses).detach(), found)
 
-    compare_with_stock(toy(lambda: Block(dropout=0.2)), thrice, config)
-    compare_with_stock(build("mixtral"), thrice, config)
-
-
-@every_config
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["first-first", "last-first"])
-def test_two_forwards_before_a_backward(config: dict, order: tuple) -> None:
-    def both(model: nn.Module, number: int) -> Outcome:
-        batches = [Batch.random(2, 17), Batch.random(1, 33)]
-        losses = [model(inputs_embeds=batch.embeds, labels=batch.labels).loss for batch in batches]
-        for which in order:
-            losses[which].backward()
-        return Outcome(losses[0].detach() + losses[1].detach(), gradients(model))
-
-    compare_with_stock(build("llama"), both, config)
+    compare_with_stock(toy(lambda: Block(dropout=0.2)) if of == "dropout" else build(of), drive, config)
 
 
 @every_config
 def test_two_losses_through_one_backward(config: dict) -> None:
     def together(model: nn.Module, number: int) -> Outcome:
-        losses = [model(inputs_embeds=b.embeds, labels=b.labels).loss for b in (BATCH, Batch.random(2, 17, seed=5))]
+        losses = [model(inputs_embeds=b.embeds, labels=b.labels).loss for b in (BATCH, OTHER)]
         sum(losses).backward()
         return Outcome(sum(losses).detach(), gradients(model))
 
     compare_with_stock(toy(), together, config)
-
-
-@every_config
-def test_interleaved_retained_backwards(config: dict) -> None:
-    def interleaved(model: nn.Module, number: int) -> Outcome:
-        losses = [model(inputs_embeds=b.embeds, labels=b.labels).loss for b in (BATCH, Batch.random(2, 17, seed=5))]
-        for which, retain in ((0, True), (1, True), (0, False), (1, False)):
-            losses[which].backward(retain_graph=retain)
-        return Outcome(sum(losses).detach(), gradients(model))
-
-    compare_with_stock(toy(), interleaved, config)
 
 
 @every_config
@@ -339,11 +355,11 @@ def test_a_graph_dropped_without_a_backward(config: dict, frames: Any) -> None:
     handle = ds_memo.attach(model, config)
     for _ in range(5):
         loss = model(inputs_embeds=BATCH.embeds, labels=BATCH.labels).loss
-        assert handle._session.slab.used > 0
+        assert inside(handle).slab.used > 0
         del loss
     assert_nothing_leaked(handle, frames)
-    assert handle._session.slab.size == handle._session.slab.peak_used  # later steps took the blocks of the first
-    assert len(handle._session.engine._stack) <= 2 * LAYERS
+    assert inside(handle).slab.size == inside(handle).slab.peak_used  # later steps took the blocks of the first
+    assert len(inside(handle).engine._stack) <= 2 * LAYERS
     handle.detach()
 
 
@@ -353,7 +369,7 @@ def test_nothing_grows_with_the_steps(frames: Any) -> None:
     sizes = []
     for _ in range(8):
         step(model, BATCH)
-        sizes.append((handle._session.slab.size, len(handle._session.engine._stack)))
+        sizes.append((inside(handle).slab.size, len(inside(handle).engine._stack)))
     assert len(set(sizes[1:])) == 1
     assert_nothing_leaked(handle, frames)
     handle.detach()

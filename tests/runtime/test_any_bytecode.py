@@ -31,6 +31,7 @@ from ds_memo.remat import undo
 from ds_memo.remat.modes import inside_a_layer
 from ds_memo.swap import host_budget
 from tests.everyday import everyday
+from tests.inside import inside
 from tests.models import Batch, Block, Toy
 
 FILES = (
@@ -85,7 +86,7 @@ class Rig:
         for now, before in zip(self.tables_now(), self.tables, strict=True):
             assert now.keys() == before.keys() and all(now[name] is before[name] for name in now), "a module is changed"
         assert self.is_stocks(self.step()), "the next step is not stock's"
-        session = self.handle._session
+        session = inside(self.handle)
         session.engine.drain()
         if session.slab.used:
             gc.collect()  # frames may be in reference cycles with the interrupt's traceback

@@ -17,6 +17,7 @@ import ds_memo
 from ds_memo.ops.allocator import Allocator
 from ds_memo.ops.builder import AllocatorBuilder
 from ds_memo.runtime.active_forward import in_forward
+from tests.inside import inside
 from tests.models import Batch, Block, Toy, assert_same, build, step
 from tests.runtime.traces import fingerprint, memo_threads
 
@@ -53,8 +54,8 @@ def test_a_device_is_that_of_a_tensor_there() -> None:
     """On CUDA: without an index the current one. A CPU's index says nothing, and is left out."""
     models = build("llama"), build("plain")
     handles = ds_memo.attach(models[0], {}), ds_memo.attach(models[1], {}, device=torch.device("cpu", 0))
-    assert [handle._session.engine.device for handle in handles] == [torch.device("cpu")] * 2
-    assert handles[0]._session.slab.pool is handles[1]._session.slab.pool, "models of one device share the host"
+    assert [inside(handle).engine.device for handle in handles] == [torch.device("cpu")] * 2
+    assert inside(handles[0]).slab.pool is inside(handles[1]).slab.pool, "models of one device share the host"
     for handle in handles:
         handle.detach()
 

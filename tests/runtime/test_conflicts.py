@@ -16,6 +16,7 @@ import ds_memo
 from ds_memo.runtime import conflicts
 from tests.deepspeed.engines import MEMO, ON_ONE_CPU_RANK, ds_config, start, train
 from tests.everyday import everyday
+from tests.inside import kinds_of_recipes
 from tests.models import LAYERS, VOCAB, Batch, assert_same, build, step
 
 pytestmark = ON_ONE_CPU_RANK
@@ -58,7 +59,7 @@ def test_compiled_after_initialize(how: str, name: str) -> None:
     engine = start(ds_config(memo=MEMO), name)
     COMPILED[how](engine)
     assert train(engine, steps=2) == pytest.approx(losses, rel=1e-5)
-    recipes = [type(layer.latest).__name__ for layer in engine.memo._session.layers]
+    recipes = kinds_of_recipes(engine.memo)
     of_all = how in ("engine", "model")
     assert recipes == ["CompiledRecipe" if of_all or number == 1 else "Recipe" for number in range(LAYERS)]
     report = engine.memo.report()

@@ -17,6 +17,7 @@ from ds_memo.runtime.active_forward import in_forward
 from ds_memo.runtime.module_patches import nothing
 from ds_memo.swap.engine import SwapEngine
 from ds_memo.swap.frame import Kept
+from tests.inside import inside
 from tests.models import LAYERS, Batch, assert_same, build, step
 
 BATCH = Batch.random(2, 33)
@@ -50,7 +51,7 @@ class Rig:
                 self.loss().backward()
             self.model.zero_grad()
         self.ops = count.ops
-        self.slab = self.handle._session.slab
+        self.slab = inside(self.handle).slab
         self.slab.budget.nbytes = self.slab.peak_used
 
     def loss(self) -> torch.Tensor:
@@ -99,9 +100,9 @@ def test_while_a_reload_is_issued(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_while_a_dead_frame_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig()
     rig.loss()  # its graph is dropped while copies are under way
-    assert rig.handle._session.engine._pending
+    assert inside(rig.handle).engine._pending
     with monkeypatch.context() as patch:
-        patch.setattr(type(rig.handle._session.engine.streams), "wait", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(type(inside(rig.handle).engine.streams), "wait", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             rig.loss()
     rig.goes_on()
@@ -119,7 +120,7 @@ def test_when_a_frame_dies(goes_on: bool, monkeypatch: pytest.MonkeyPatch) -> No
     if goes_on:
         rig.goes_on()
     rig.ends()
-    assert rig.handle._session.engine.traffic.blocks_lost == LAYERS - 1
+    assert inside(rig.handle).engine.traffic.blocks_lost == LAYERS - 1
 
 
 class Checkpoints(nn.Module):

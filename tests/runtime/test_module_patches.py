@@ -8,11 +8,9 @@ import weakref
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
 from ds_memo.runtime.module_patches import ModulePatches
-from tests.models import build
 
 
 class Doubles(nn.Module):
@@ -36,15 +34,6 @@ def test_a_plain_layer_comes_through_until_it_is_undone() -> None:
     patches.undo()
     assert layer(3) == 6 and len(calls) == 2 and "forward" not in vars(layer)
     patches.undo()  # nothing is left to undo
-
-
-def test_a_forward_that_was_there_comes_back() -> None:
-    layer, patches = Doubles(), ModulePatches()
-    layer.forward = mine = lambda x: -x
-    patches.layer(layer, through([], ""))
-    assert layer(3) == -3
-    patches.undo()
-    assert vars(layer)["forward"] is mine
 
 
 def test_undone_in_reverse() -> None:
@@ -73,21 +62,6 @@ def test_a_hook_after_a_forward_that_raised() -> None:
         layer(None)
     assert calls == ["always"]
     patches.undo()
-
-
-def test_transformers_own_switches_do_not_take_the_layers_back() -> None:
-    model, patches, calls = build("llama"), ModulePatches(), []
-    for layer in model.model.layers:
-        patches.layer(layer, through(calls, "ours"))
-    patches.model(model, through(calls, "model"))
-    model.gradient_checkpointing_disable()
-    model(inputs_embeds=torch.zeros(1, 4, model.config.hidden_size))
-    assert calls == []
-    patches.hold()
-    model(inputs_embeds=torch.zeros(1, 4, model.config.hidden_size))
-    assert calls == ["ours"] * len(model.model.layers)
-    patches.undo()
-    assert not model.is_gradient_checkpointing
 
 
 def test_nothing_is_kept_alive() -> None:

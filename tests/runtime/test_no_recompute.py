@@ -13,6 +13,7 @@ from ds_memo.solve import headroom
 from ds_memo.solve.kinds import place
 from ds_memo.solve.memory import device_bytes
 from ds_memo.solve.solver import Solution, judged, solve
+from tests.inside import inside
 from tests.models import LAYERS, Batch, assert_same, build, poisoned_memory, step
 from tests.placements import kinds
 from tests.runtime.covering import covering
@@ -42,7 +43,7 @@ def test_gradients_are_stocks(monkeypatch: pytest.MonkeyPatch, name: str, plain:
     for _ in range(5):  # the later ones follow a plan
         with poisoned_memory():
             assert_same(step(model, BATCH), step(stock, BATCH))
-    report, traffic = handle.report(), handle._session.engine.traffic
+    report, traffic = handle.report(), inside(handle).engine.traffic
     assert report["layers_without_recompute"] == sorted(plain) and report["checkpointing"]
     assert report["stored_bytes_per_layer"] == report["predicted"]["stored_bytes_per_layer"]
     assert [nbytes == 0 for nbytes in report["stored_bytes_per_layer"]] == [layer in plain for layer in range(LAYERS)]
@@ -79,7 +80,7 @@ def test_a_second_backward_and_one_that_raises(monkeypatch: pytest.MonkeyPatch) 
         loss.backward()
     for mine, theirs in zip(model.parameters(), stock.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-6)
-    layer = handle._session.layers[1].module()
+    layer = inside(handle).layers[1].module()
 
     def fail(*args: Any) -> None:
         raise RuntimeError("in the layer without recompute")
@@ -91,8 +92,8 @@ def test_a_second_backward_and_one_that_raises(monkeypatch: pytest.MonkeyPatch) 
     model.zero_grad()
     stock.zero_grad()
     assert_same(step(model, BATCH), step(stock, BATCH))
-    handle._session.engine.drain()
-    assert handle._session.slab.used == 0
+    inside(handle).engine.drain()
+    assert inside(handle).slab.used == 0
     handle.detach()
 
 
@@ -115,7 +116,7 @@ def test_the_solver_leaves_layers_without_recompute_and_knows_their_bytes() -> N
         model(input_ids=tokens, labels=tokens).loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
-    report, solved = handle.report(), handle._session.policy.pass_solution
+    report, solved = handle.report(), inside(handle).policy.pass_solution
     handle.detach()
     assert report["layers_without_recompute"] == [2, 3] and report["layers_on_device"] == [0, 1], report["binding"]
     assert report["predicted"]["device_bytes"] == pytest.approx(report["plan"]["arena"], rel=0.01)

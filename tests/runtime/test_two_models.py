@@ -18,6 +18,7 @@ from ds_memo.swap.host_budget import HostBudget
 from ds_memo.swap.host_slab import HostSlab
 from ds_memo.swap.pinned_segments import PAGE
 from ds_memo.units import GIB
+from tests.inside import inside
 from tests.models import Batch, assert_same_grads, build, gradients
 
 BATCH = Batch.random(4, 128)
@@ -57,7 +58,7 @@ def test_models_that_take_turns_each_have_the_whole_host(models):
         assert report["host"]["budget"] == HOST and report["profile"]["changes"] == [] and report["warnings"] == []
         assert HOST / 2 < report["host"]["peak_used"] <= HOST
         assert report["alpha"] > 0
-    assert handles[0]._session.slab.size == max(handle._session.slab.peak_used for handle in handles)
+    assert inside(handles[0]).slab.size == max(inside(handle).slab.peak_used for handle in handles)
 
 
 def test_passes_that_wait_together_have_a_part_each(models):
@@ -65,7 +66,7 @@ def test_passes_that_wait_together_have_a_part_each(models):
     held = []
     for _ in range(4):
         (loss_of(actors[0]) + loss_of(actors[1])).backward()
-        held.append([handle._session.slab.peak_used for handle in handles])
+        held.append([inside(handle).slab.peak_used for handle in handles])
         for model, stock in zip(actors, stocks, strict=True):
             loss_of(stock).backward()
             assert_same_grads(gradients(model), gradients(stock))
@@ -75,7 +76,7 @@ def test_passes_that_wait_together_have_a_part_each(models):
         assert report["host"]["budget"] == HOST // 2
         assert any("other models' passes wait for their backward at the same time" in c for c in report["profile"]["changes"])
         assert report["predicted"]["host_bytes"] <= HOST // 2
-    assert 0 < handles[1]._session.slab.peak_used <= HOST // 2 and handles[0]._session.slab.size <= HOST
+    assert 0 < inside(handles[1]).slab.peak_used <= HOST // 2 and inside(handles[0]).slab.size <= HOST
 
 
 def test_without_shares_the_second_never_gets_any_host_memory(models, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +85,7 @@ def test_without_shares_the_second_never_gets_any_host_memory(models, monkeypatc
     actors, _, handles = models
     for _ in range(3):
         (loss_of(actors[0]) + loss_of(actors[1])).backward()
-    assert handles[0]._session.slab.peak_used > HOST / 2 and handles[1]._session.slab.peak_used == 0
+    assert inside(handles[0]).slab.peak_used > HOST / 2 and inside(handles[1]).slab.peak_used == 0
     with monkeypatch.context() as patch:
         patch.setattr(HostBudget, "reservation", property(lambda slab: slab.share))  # nor does the second look at what is held
         with pytest.raises(ds_memo.MemoError, match=r"host memory: .* beside .* GiB that other models hold"):
@@ -97,7 +98,7 @@ def test_without_reuse_in_turns_alpha_is_lower(models) -> None:
     alphas = []
     for shares in (False, True):
         for handle in handles:
-            handle._session.slab.budget.has_share = shares
+            inside(handle).slab.budget.has_share = shares
         for model in actors:
             loss_of(model).backward()
         alphas.append([handle.report()["alpha"] for handle in handles])
@@ -150,7 +151,7 @@ def test_who_is_left_has_the_whole_host_again(models, end: str) -> None:
     assert (before["host"]["budget"], after["host"]["budget"]) == (HOST // 2, HOST)
     assert (before["profile"]["host_budget"], after["profile"]["host_budget"]) == (HOST // 2, HOST)
     assert after["alpha"] > before["alpha"] and after["predicted"]["host_bytes"] > HOST // 2
-    assert handle._session.slab.used == 0 and handle._session.slab.peak_used > HOST // 2
+    assert inside(handle).slab.used == 0 and inside(handle).slab.peak_used > HOST // 2
     assert after["profile"]["changes"][-1].startswith("host budget raised to")
 
 
@@ -167,7 +168,7 @@ def test_passes_whose_alpha_is_configured_wait_together_where_they_fit() -> None
             sum(losses).backward()
         for model, stock in zip(models, stocks, strict=True):
             assert_same_grads(gradients(model), gradients(stock))
-    assert handles[0]._session.slab.peak_used > HOST * 3.5 / 3 / 2
+    assert inside(handles[0]).slab.peak_used > HOST * 3.5 / 3 / 2
     for handle in handles:
         handle.detach()
 
@@ -175,7 +176,7 @@ def test_passes_whose_alpha_is_configured_wait_together_where_they_fit() -> None
 def wait_together(models: list[nn.Module], stocks: list[nn.Module], second: Any, warned: bool) -> int:
     """Both forwards, then both backwards, with gradients as stock has them; the host's bytes that the second had meanwhile."""
     losses = loss_of(models[0]), warned_loss_of(models[1]) if warned else loss_of(models[1])
-    held = second._session.slab.used
+    held = inside(second).slab.used
     sum(losses).backward()
     for model, stock in zip(models, stocks, strict=True):
         loss_of(stock).backward()
@@ -202,7 +203,7 @@ def test_a_given_alpha_waits_while_another_model_holds_the_host(
     for number in range(3):
         wait_together(models, stocks, handles[1], warned=not number)
         alphas.append(handles[1].report()["alpha"])
-    assert alphas == [0.0, 0.05, 0.05] and handles[1]._session.slab.peak_used > 0
+    assert alphas == [0.0, 0.05, 0.05] and inside(handles[1]).slab.peak_used > 0
     assert len(handles[1].report()["warnings"]) == 1
     for handle in handles:
         handle.detach()
@@ -220,7 +221,7 @@ def test_a_configured_model_waits_while_another_one_holds_the_host(
     held = [wait_together(models, stocks, handles[1], warned=not number) for number in range(4)]
     assert held[0] < held[1] == held[2] == held[3], held
     assert len(handles[1].report()["warnings"]) == 1 and handles[0].report()["warnings"] == []
-    third = HostSlab(HOST, handles[1]._session.slab.pool)
+    third = HostSlab(HOST, inside(handles[1]).slab.pool)
     block = third.allocate(HOST - PAGE, "a third")  # recipes are known by now
     collected: list[int] = []
     collect = gc.collect
