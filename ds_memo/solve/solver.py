@@ -1,16 +1,6 @@
 """The placement of every layer call, and the share alpha of the swapped ones' rows that goes to the host.
 
-Tried in this order:
-
-no recompute         no layer is checkpointed, if the device holds everything
-on device            as many resident layers as the device holds, with reload buffers for the others
-alpha                of the others: the one with the shortest step among those that the host holds
-some no recompute    where the copies hide, one more resident layer saves nothing: some layers go without recompute instead,
-                     which saves their replay
-small                alpha 0, where reload buffers are smaller
-GEMMs recomputed     the host is too small even then: layers stay on the device without their GEMM outputs
-last resort          and some recompute attention (see ds_memo.solve.last_resort)
-files                where drives are behind the host and a larger one would make the step shorter (see ds_memo.solve.nvme)
+docs/placement.md lists the placements, and what is tried in which order.
 """
 
 from __future__ import annotations
