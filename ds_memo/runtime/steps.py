@@ -6,8 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ds_memo.placement import PlacementKind
-from ds_memo.runtime import first_step_warnings as first_step
+from ds_memo.runtime.first_step_warnings import after_first_step
 from ds_memo.runtime.optimizer_hooks import watch_optimizers
 from ds_memo.runtime.parts import Parts
 from ds_memo.runtime.passes import Passes
@@ -49,7 +48,7 @@ class Steps:
         parts, tuner, policy = self._parts, self._parts.tuner, self._parts.policy
         parts.addresses.step_ends()
         if self.speed.before_first_step:
-            for message in self._after_first_step():
+            for message in after_first_step(parts, self._passes.count):
                 parts.warn(message)
         now = time.perf_counter()
         self.speed.stepped(now, self._passes.tokens)
@@ -60,15 +59,3 @@ class Steps:
         policy.in_flight.stepped()
         if tuner and applied:
             tuner.stepped(parts.model(), self._passes.count, policy.in_flight.most.calls, now)
-
-    def _after_first_step(self) -> Iterator[str]:
-        parts = self._parts
-        solution, traffic = parts.policy.pass_solution, parts.engine.traffic
-        if solution is None:
-            if parts.tuner:
-                yield from first_step.not_solved(type(parts.model()).__name__, traffic, self._passes.count)
-            moves = parts.config.ablation != "full_recompute"
-            residents = len(parts.policy.calls(PlacementKind.ON_DEVICE)) if moves else None
-            yield from first_step.no_effect(traffic, len(parts.layers), residents)
-        elif parts.policy.in_flight.most.calls == 1:  # else the next pass is solved for more than this one
-            yield from first_step.not_as_profiled(parts.layers, solution)

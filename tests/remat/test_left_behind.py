@@ -12,8 +12,7 @@ import torch.nn.functional as F
 
 import ds_memo
 from ds_memo.remat import op_policy
-from ds_memo.remat.recipe import Gemm
-from tests.inside import inside, recipe_of
+from tests.inside import gemms_of, inside
 from tests.models import HIDDEN, Batch, Block, every_config, poisoned_memory, step
 from tests.remat.situations import BATCH, Lines, toy
 
@@ -84,7 +83,7 @@ def test_without_statistics_the_product_is_left_out() -> None:
     for counts, expected in ((False, [True, False, True, False]), (True, [True, True, True, False])):
         for _ in range(2):  # a call that begins to count leaves the recipe; the next one is analysed
             step(model, BATCH, counts=counts)
-        assert [op.wanted for op in recipe_of(handle).ops if isinstance(op, Gemm)] == expected
+        assert [op.wanted for op in gemms_of(handle)] == expected
     handle.detach()
 
 

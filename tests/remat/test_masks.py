@@ -10,10 +10,9 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 import ds_memo
-from ds_memo.remat.recipe import Gemm
-from tests.inside import recipe_of
-from tests.models import HIDDEN, Block, Toy, compare_with_stock, every_config, step
-from tests.remat.situations import BATCH, drive
+from tests.inside import gemms_of
+from tests.models import HIDDEN, Block, compare_with_stock, every_config, step
+from tests.remat.situations import BATCH, drive, toy
 
 EXPERTS, GROUPS = 8, 4
 
@@ -51,14 +50,9 @@ def rows(model: nn.Module, alpha: float) -> list[tuple[tuple[int, ...], int]]:
     """Return shape and kept rows of each GEMM of the first layer that the replay needs."""
     handle = ds_memo.attach(model, {"alpha": alpha, "resident_layers": 0})
     step(model, BATCH)
-    found = [(op.shape, op.rows) for op in recipe_of(handle, -1).ops if isinstance(op, Gemm) and op.wanted]
+    found = [(op.shape, op.rows) for op in gemms_of(handle, -1) if op.wanted]
     handle.detach()
     return found
-
-
-def toy(block: Any) -> Toy:
-    torch.manual_seed(0)
-    return Toy(block)
 
 
 @every_config
