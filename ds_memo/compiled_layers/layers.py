@@ -116,8 +116,8 @@ class CompiledForward(OwnForward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.compiled.function(self.plain, PlacementKind.NO_RECOMPUTE)(*args, **kwargs)
 
-    def refuse(self, layer: Layer, why: CannotCompile) -> None:
-        self.compiled.refuse(layer, str(why))
+    def refuse(self, layer: Layer, why: str) -> None:
+        self.compiled.refuse(layer, why)
 
     def refused(self, layer: Layer) -> str | None:
         return self.compiled.refused(layer)

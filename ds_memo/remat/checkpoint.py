@@ -93,8 +93,8 @@ class OwnForward(ABC):
         """Return a function that runs it as a layer by its placement, which recomputes. Both raise CannotCompile."""
 
     @abstractmethod
-    def refuse(self, layer: Layer, why: CannotCompile) -> None:
-        """Have a layer run uncompiled from now on."""
+    def refuse(self, layer: Layer, why: str) -> None:
+        """Have a layer run uncompiled from now on. `why` is the message of a CannotCompile."""
 
     @abstractmethod
     def refused(self, layer: Layer) -> str | None:
@@ -242,7 +242,7 @@ class Remat:
                 try:
                     return self._observed(layer, fn.prepare(self, layer, placement, args, kwargs))
                 except CannotCompile as reason:
-                    why = reason
+                    why = str(reason)  # no traceback, which holds the arguments
                 out = self._run_placed(layer, fn.plain, args, kwargs, placement, preserve_rng_state)
                 fn.refuse(layer, why)  # not earlier: the layer's own errors are raised
                 self.warn_of(layer, UNCOMPILED.format(why))
