@@ -87,7 +87,7 @@ def drive_stock(model: nn.Module) -> None:
 
 
 DAILY = [("plain", "layer", 2), ("headed", "model", 1)]
-CASES = [*DAILY, ("headed", "around", 2), ("llama", "layer", 2), ("llama", "model", 1), ("gemma3", "model", 1)]
+CASES = [*DAILY, ("headed", "around", 2), ("llama", "layer", 2), ("llama", "model", 1), ("gemma3", "layer", 1)]
 
 
 @pytest.mark.parametrize("name, how, placements", everyday(CASES, DAILY))
