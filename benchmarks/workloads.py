@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import AttentionInterface, GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from ds_memo.estimate.flops import sequence_flops
+from ds_memo.hf.model_flops import sequence_flops
 
 Core = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, int], torch.Tensor]
 """q, k, v (b, heads, rows, d), scale, ranks → (b, rows, heads, d)."""

@@ -11,7 +11,6 @@ for what, and how a rate changes it. No kernel runs, and these are no times of a
 from __future__ import annotations
 
 import ctypes
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -19,42 +18,11 @@ from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
-from ds_memo.estimate import hardware
+from ds_memo.estimate import hardware, kernels
 from ds_memo.remat.functions import SkipsCompiled
 from ds_memo.units import GIB
 
-aten = torch.ops.aten
-_FORWARD = {aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_efficient_attention}
-_BACKWARD = {aten._scaled_dot_product_flash_attention_backward, aten._scaled_dot_product_efficient_attention_backward}
-_PRODUCTS = {
-    aten.mm: 0,
-    aten.bmm: 0,
-    aten.addmm: 1,
-    aten.addmm_: 1,
-    aten.baddbmm: 1,
-    aten.baddbmm_: 1,
-    aten._addmm_activation: 1,
-}
-"""GEMMs, and which argument their left operand is. What comes before it is added to the product. (PyTorch's own count of FLOPs
-lacks in-place ones, and those with an `out_dtype`.)"""
-FREE = {
-    aten.empty,
-    aten.empty_like,
-    aten.empty_strided,
-    aten.new_empty,
-    aten.new_empty_strided,
-    aten.record_stream,
-    aten.resize_,
-    aten.set_,
-    aten._unsafe_view,
-}
-"""Ops that touch no memory of a tensor."""
-_ROWS = {aten.index, aten.index_select, aten.gather, aten.embedding}
-"""Ops that read no more than they write."""
-_TO_ROWS = {aten.index_copy_, aten.index_put_, aten._index_put_impl_, aten.scatter_, aten.index_add_}
-"""Ops that write no more than their last argument has."""
 LAUNCH_FLOOR_S = 3e-6
 """Least seconds of a kernel on its stream: from the start of one to the start of the next, as profilers show small kernels behind
 each other. Assumed, and the same for all rivals."""
@@ -137,69 +105,10 @@ class Costs(SkipsCompiled):
 
 def cost_s(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, machine: hardware.Hardware) -> float:
     """Return the seconds of one op's kernels; the emulator itself times copies over the link."""
-    packet = func._overloadpacket
-    if func.is_view or packet in FREE:
-        return 0.0
-    taken = [x for x in tree_leaves((args, kwargs)) if torch.is_tensor(x)]
-    tensors = {id(x): x for x in (*taken, *(x for x in tree_leaves(result) if torch.is_tensor(x)))}.values()
+    tensors = [x for x in tree_leaves((args, kwargs, result)) if torch.is_tensor(x)]
     if not any(x.is_cuda for x in tensors) or any(not x.is_cuda and x.dim() for x in tensors):
         return 0.0
-    if packet in _FORWARD or packet in _BACKWARD:
-        query, key = taken[:2] if packet in _FORWARD else taken[1:3]  # (b, heads, tokens, d); keys may have fewer heads
-        flops = 4.0 * query.numel() * key.shape[2] / (2 if _given(func, args, kwargs).get("is_causal") else 1)
-        if packet in _FORWARD:
-            return flops / (machine.peak * machine.attention_forward_efficiency)
-        return 2.5 * flops / (machine.peak * machine.attention_backward_efficiency)
-    bytes_per_s = machine.device_bandwidth * machine.device_bandwidth_efficiency
-    if packet in _PRODUCTS:
-        left = _PRODUCTS[packet]
-        flops = 2.0 * args[left].numel() * args[left + 1].shape[-1]
-        return flops / (machine.peak * machine.gemm_efficiency) + _summed_bytes(args[:left], kwargs, result) / bytes_per_s
-    if packet in flop_registry:
-        return flop_registry[packet](*args, **kwargs, out_val=result) / (machine.peak * machine.gemm_efficiency)
-    return moved_bytes(func, args, kwargs, result) / bytes_per_s
-
-
-def _summed_bytes(added: tuple[torch.Tensor, ...], kwargs: dict[str, Any], result: torch.Tensor) -> int:
-    """Return the bytes that a product reads and writes of a sum. A bias has no bytes worth counting."""
-    if not kwargs.get("beta", 1):
-        return 0
-    return sum(_bytes(x) + _bytes(result) for x in added if x.numel() == result.numel())
-
-
-def moved_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Return the bytes that an elementwise op moves through the device's memory."""
-    packet = func._overloadpacket
-    if func.is_view or packet in FREE:
-        return 0
-    taken = [x for x in tree_leaves((args, kwargs)) if torch.is_tensor(x)]
-    if packet in _ROWS:
-        return 2 * _bytes(result)
-    if packet in _TO_ROWS:
-        return 2 * _bytes(taken[-1])
-    tensors = {id(x): x for x in (*taken, *(x for x in tree_leaves(result) if torch.is_tensor(x)))}.values()
-    return sum(map(_bytes, tensors)) + sum(_bytes(x) for x in _written(func, args, kwargs))
-
-
-def _given(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments by name."""
-    return dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
-
-
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """Return the tensors that the op writes in place."""
-    if func._schema.name.rpartition("::")[2] in ("copy_", "zero_", "fill_"):  # only written
-        return []
-    given = _given(func, args, kwargs)
-    changed = [given.get(a.name) for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-    return [x for x in tree_leaves(changed) if torch.is_tensor(x)]
-
-
-def _bytes(x: Any) -> int:
-    """Return the bytes of a tensor in memory: an expanded one counts once."""
-    if not torch.is_tensor(x):
-        return 0
-    return math.prod(size for size, stride in zip(x.shape, x.stride(), strict=True) if stride) * x.element_size()
+    return kernels.cost_s(func, args, kwargs, result, machine)
 
 
 @contextmanager

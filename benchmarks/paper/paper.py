@@ -16,15 +16,13 @@ from pathlib import Path
 
 import numpy as np
 
-from ds_memo.estimate import hardware, model
-from ds_memo.estimate.estimate import estimate
+from benchmarks.published import Answer, Run, estimate
+from ds_memo.estimate import hardware
 from ds_memo.estimate.hardware import Hardware
-from ds_memo.estimate.question import Estimate, Question
 
 ROOT = Path(__file__).resolve().parents[2]
 
 TABLES = ROOT / "benchmarks" / "paper"
-MODEL = model.load(str(ROOT / "ds_configs" / "models" / "gpt-7b.json"))
 BATCH = 16
 
 CALIBRATED_ON = (
@@ -68,9 +66,9 @@ class Cell:
     mfu: float | None
     """Percent."""
     status: str
-    question: Question
+    question: Run
 
-    def predicted(self, machine: Hardware | None = None) -> Estimate:
+    def predicted(self, machine: Hardware | None = None) -> Answer:
         return estimate(self.question if machine is None else replace(self.question, hardware=machine))
 
     def error(self, machine: Hardware | None = None) -> float | None:
@@ -89,7 +87,7 @@ def cells() -> list[Cell]:
 
     def add(table: str, row: str, line: dict[str, str], **how: object) -> None:
         seq_k = int(line["seqlen_k"])
-        question = Question(MODEL, machine, int(line["gpus"]), seq_k * 1024, BATCH, **how)
+        question = Run(machine, int(line["gpus"]), seq_k * 1024, BATCH, **how)
         found.append(Cell(table, row, seq_k, float(line["mfu"]) if line["mfu"] else None, line["status"], question))
 
     for line in _read("ablation_7b"):

@@ -25,6 +25,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from benchmarks.paper_alpha import paper_alpha
 from benchmarks.workloads import attention_through, heads_to_ranks, ranks_to_heads, sdpa
 from ds_memo.config import PlanConfig
 from ds_memo.hf.find_layers import find_layers
@@ -32,7 +33,6 @@ from ds_memo.placement import SWAPPED, spread
 from ds_memo.planned_alloc.runtime import Addresses
 from ds_memo.runtime.optimizer_hooks import watch_optimizers
 from ds_memo.shapes import shapes_of
-from ds_memo.solve.paper import paper_alpha
 from ds_memo.swap.engine import SwapEngine
 from ds_memo.swap.frame import Frame, Kept, Layout
 from ds_memo.swap.host_budget import shared_pool

@@ -20,7 +20,7 @@ from ds_memo.estimate import hardware
 from ds_memo.estimate.costs import Costs
 from ds_memo.estimate.hardware import Hardware
 from ds_memo.estimate.layout import Layout
-from ds_memo.estimate.model import Model, load
+from ds_memo.estimate.model import from_config, load
 from ds_memo.estimate.simulate import Simulated, simulate
 from ds_memo.placement import ON_DEVICE, Placement, PlacementKind
 from ds_memo.solve.costs import RunCosts
@@ -28,6 +28,7 @@ from ds_memo.solve.costs import RunCosts
 ROOT = Path(__file__).resolve().parents[2]
 
 BYTES_BAR, TIME_BAR = 0.02, 0.05
+_NO_DROPOUT = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0)
 SHAPES = {"gpt": "gpt-7b", "llama": "llama3-8b"}
 
 
@@ -48,7 +49,7 @@ def stored_bytes(result: dict[str, Any]) -> Iterator[Row]:
     for row in {(r["shape"], r["alpha"]): r for r in result["memory"]["rows"]}.values():
         model = load(str(ROOT / "ds_configs" / "models" / f"{SHAPES[row['shape']]}.json"))
         costs = Costs(model, machine, Layout(1, zero=0), 1 << 14)
-        stored = costs.memo_layer().stored_bytes(Placement(PlacementKind.SWAPPED, row["alpha"])) / costs.hidden_bytes
+        stored = costs.layers()[0].stored_bytes(Placement(PlacementKind.SWAPPED, row["alpha"])) / costs.hidden_bytes
         yield Row(f"stored per layer, {row['shape']}, alpha {row['alpha']:g}", row["stored"], stored, BYTES_BAR)
 
 
@@ -65,11 +66,10 @@ def step_times(result: dict[str, Any], machine: Hardware) -> Iterator[Row]:
     step = result["step"]
     hidden, layers = step["hidden"], step["layers"]
     heads = max(1, hidden // 128)
-    model = Model(
-        "gpt", layers, hidden, 4 * hidden, heads, heads, hidden // heads, 512, gated=False, tied=False, rotary=False, rms=False
-    )
-    costs = Costs(model, machine, Layout(1, zero=0), step["tokens"])
-    layer = costs.memo_layer()
+    shape = {"n_layer": layers, "n_embd": hidden, "n_head": heads, "vocab_size": 512, "n_positions": step["tokens"]}
+    gpt = {"model_type": "gpt2", "activation_function": "gelu_pytorch_tanh", "bos_token_id": 0, "eos_token_id": 0, **shape}
+    costs = Costs(from_config(gpt | _NO_DROPOUT, "gpt"), machine, Layout(1, zero=0), step["tokens"])
+    layer = costs.layers()[0]
     run = RunCosts((layer,) * layers, machine.d2h, machine.h2d, 0, 0, head_s=costs.head_s)
     bare = replace(layer, outputs=(), replay_s=0.0, gemm_s=0.0)
     alone, again = (replace(run, layers=(x,) * layers) for x in (bare, replace(bare, replay_s=layer.forward_s)))

@@ -6,19 +6,23 @@ import argparse
 import csv
 import io
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from ds_memo.cli.arguments import count, gib, number, tokens
 from ds_memo.errors import brief, quoted
-from ds_memo.estimate import answers, hardware, model
+from ds_memo.estimate import hardware
 from ds_memo.estimate.errors import EstimateError
-from ds_memo.estimate.estimate import estimate
 from ds_memo.estimate.hardware import Hardware
 from ds_memo.estimate.offload import OFFLOADS
 from ds_memo.estimate.question import METHODS, OK, Estimate, Question
 from ds_memo.files import write_output
 from ds_memo.units import GIB, short
+
+if TYPE_CHECKING:
+    from ds_memo.estimate.model import Model
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,8 +35,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--seq-length", type=tokens, metavar="S", help="tokens of a sequence: 131072, 128K, 1M (binary)")
     what.add_argument("--batch", type=count, default=1, metavar="N", help="sequences per optimizer step (default: 1)")
     how = parser.add_argument_group("how")
-    how.add_argument("--method", choices=METHODS, default="memo", help="default: memo, this project; paper: MEMO as published")
-    how.add_argument("--zero", type=int, choices=range(4), metavar="0-3", help="ZeRO stage (default: 3; --tp, --cp, paper: 1)")
+    how.add_argument(
+        "--method", choices=METHODS, default="memo", help="default: memo, this project; the others: training without"
+    )
+    how.add_argument("--zero", type=int, choices=range(4), metavar="0-3", help="ZeRO stage (default: 3; with --tp or --cp: 1)")
     how.add_argument(
         "--offload",
         choices=OFFLOADS,
@@ -47,11 +53,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tile-tokens",
         type=_tile_tokens,
         metavar="N",
-        help="of a tile, as memo.tile_tokens; 0: layers run whole (default: solved)",
+        help="of a tile, as memo.tile_tokens; 0: layers run whole (default: 4096 where tiles are needed)",
     )
-    how.add_argument(
-        "--plan", action=argparse.BooleanOptionalAction, help="a memory plan (default: memo, paper and full_swap have one)"
-    )
+    how.add_argument("--plan", action=argparse.BooleanOptionalAction, help="a memory plan (default: memo has one)")
     how.add_argument(
         "--device-memory-gib", type=gib, metavar="X", help="of a GPU, without its context: states and activations (default: all)"
     )
@@ -93,6 +97,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     _refuse_contradictions(args)
+    from ds_memo.estimate import answers
+    from ds_memo.estimate.estimate import estimate
+
     question = _question(args)
     if args.sweep is not None or args.compare:
         return _table(args, question)
@@ -152,11 +159,12 @@ def _refuse_contradictions(args: argparse.Namespace) -> None:
 
 def _question(args: argparse.Namespace) -> Question:
     machine = hardware.load(args.hardware)
+    print("ds-memo estimate: running the model's layers without memory, by Transformers' code: some seconds", file=sys.stderr)
     if args.device_memory_gib is not None:
         machine = machine.with_device_memory(args.device_memory_gib * GIB)
     machine = _with_drives(machine, args)
     question = Question(
-        model=replace(model.load(args.model), fused=args.fused_kernels),
+        model=_loaded(args),
         hardware=machine,
         gpus=args.gpus or 1,
         seq_length=args.seq_length or 1024,
@@ -177,6 +185,12 @@ def _question(args: argparse.Namespace) -> Question:
 
         question = with_profile(question, args.profile)
     return question
+
+
+def _loaded(args: argparse.Namespace) -> Model:
+    from ds_memo.estimate import model
+
+    return model.load(args.model, args.fused_kernels)
 
 
 def _with_drives(machine: Hardware, args: argparse.Namespace) -> Hardware:
@@ -271,6 +285,8 @@ _COLUMNS = (
 
 
 def _table(args: argparse.Namespace, question: Question) -> int:
+    from ds_memo.estimate import answers
+
     methods = METHODS if args.compare else (question.method,)
     lengths = args.sweep if args.sweep is not None else [question.seq_length]
     found = answers.sweep(question, lengths, methods)

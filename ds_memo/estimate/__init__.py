@@ -1,1 +1,1 @@
-"""Estimates of a run by formula. Nothing here imports torch."""
+"""Estimates of a run before it is rented."""

@@ -6,13 +6,12 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from ds_memo.estimate import layout as layouts
-from ds_memo.estimate.alst import alst
 from ds_memo.estimate.costs import Costs
 from ds_memo.estimate.layout import Layout
 from ds_memo.estimate.memo import memo
 from ds_memo.estimate.offload import host_state_bytes
-from ds_memo.estimate.published import published
 from ds_memo.estimate.question import OK, OOHM, OOM, Estimate, Question, check
+from ds_memo.estimate.stock import stock
 from ds_memo.units import GIB, round_up
 
 
@@ -29,13 +28,11 @@ def estimate(question: Question) -> Estimate:
 
 def candidates(question: Question) -> Iterable[Layout]:
     q = question
-    zero = q.zero if q.zero is not None else 1 if q.megatron and q.offload != "all" else 3
+    split = q.tp is not None or q.cp is not None
+    zero = q.zero if q.zero is not None else 1 if split and q.offload != "all" else 3
     found: Iterable[Layout]
     if (q.tp, q.cp, q.sp) == (None, None, None):
-        if q.megatron:
-            found = layouts.megatron(q.model, q.hardware, q.gpus, zero, q.batch)
-        else:
-            found = layouts.ulysses(q.model, q.gpus, zero, q.batch)
+        found = layouts.ulysses(q.model, q.gpus, zero, q.batch)
     else:
         one = layouts.check(Layout(q.gpus, q.tp or 1, q.cp or 1, q.sp or 1, zero), q.model)
         found = [one] if q.tp is None or q.cp is not None else layouts.every_cp(one, q.batch)
@@ -44,9 +41,8 @@ def candidates(question: Question) -> Iterable[Layout]:
 
 def _on(question: Question, layout: Layout) -> Estimate:
     """Return the answer for one layout."""
-    megatron = question.megatron and question.method not in ("memo", "alst")
-    model = replace(question.model, fused_norms=question.method == "alst")
-    costs = Costs(model, question.hardware, layout, question.seq_length, megatron)
+    model = question.model
+    costs = Costs(model, question.hardware, layout, question.seq_length, question.profile)
     notes = list(question.model.notes)
     if layout.dp > question.batch:
         more = f"{layout.dp} replicas work on {layout.dp} sequences a step"
@@ -64,6 +60,6 @@ def _on(question: Question, layout: Layout) -> Estimate:
         answer = Estimate(question, layout, OOHM, f"{why}. What helps: more GPUs on as many more nodes.", {}, 0.0)
     else:
         asked = replace(question, host_memory=left)
-        answer = {"memo": memo, "alst": alst}.get(question.method, published)(asked, costs)
+        answer = (memo if question.method == "memo" else stock)(asked, costs)
     host_bytes = answer.host_bytes + states
     return replace(answer, question=question, notes=tuple(notes), host_bytes=host_bytes, host_state_bytes=states)

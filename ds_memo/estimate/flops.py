@@ -1,9 +1,4 @@
-"""Model FLOPs of one training step, device peaks, and MFU.
-
-The counts are the paper's (MEMO, SIGMOD 2025): forward and backward of the model, with causal attention at half its
-square; recomputation never counts. Symbols: s tokens in a sequence, n layers, h attention width (heads × head
-size; the hidden size in most models), V vocabulary, P parameters that multiply every token.
-"""
+"""Device peaks and MFU."""
 
 from __future__ import annotations
 
@@ -29,18 +24,6 @@ def peak_flops(device_name: str) -> float | None:
     if "pcie" in words and name in _PCIE_PEAK:
         return _PCIE_PEAK[name]
     return hardware.load(name).peak if name else None
-
-
-def sequence_flops(seq_length: int, parameters: int, layers: int, attention_width: int) -> float:
-    """Return the FLOPs to train on one sequence: 6·s·P for the matrices, 6·n·h·s² for causal attention.
-
-    Args:
-        seq_length: s, in tokens.
-        parameters: P. Leave out an embedding table that is only looked up, and experts that a token does not visit.
-        layers: n.
-        attention_width: h, in elements: heads × head size.
-    """
-    return 6.0 * seq_length * parameters + 6.0 * layers * attention_width * seq_length**2
 
 
 def mfu(flops: float, seconds: float, ranks: int, peak: float) -> float:

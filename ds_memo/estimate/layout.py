@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from ds_memo.estimate.errors import EstimateError
-from ds_memo.estimate.hardware import Hardware
-from ds_memo.estimate.model import Model
+
+if TYPE_CHECKING:
+    from ds_memo.estimate.model import Model
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,8 @@ class Layout:
 def check(layout: Layout, model: Model) -> Layout:
     """Return the layout. Raises EstimateError if it cannot split this model or these GPUs."""
     heads = model.heads
+    if layout.sp > 1 and not model.trades_heads:
+        raise EstimateError(f"--sp {layout.sp}: {model.name} has keys and values of unequal size, which Ulysses does not trade")
     if layout.gpus % layout.ranks:
         raise EstimateError(
             f"--gpus {layout.gpus} is not a multiple of tp · cp · sp = {layout.tp} · {layout.cp} · {layout.sp} = {layout.ranks}"
@@ -80,13 +84,6 @@ def ulysses(model: Model, gpus: int, zero: int, batch: int) -> Iterator[Layout]:
         yield Layout(gpus, sp=sp, zero=zero)
 
 
-def megatron(model: Model, hardware: Hardware, gpus: int, zero: int, batch: int) -> Iterator[Layout]:
-    """Yield layouts as in the paper's runs: tp 4 or 8, inside a node; any cp; replicas on the remaining GPUs."""
-    splits = [tp for tp in _divisors(gpus) if tp <= hardware.gpus_per_node and model.heads % tp == 0]
-    sizes = [tp for tp in splits if tp in (4, 8)] or splits[-1:]
-    yield from _busy([Layout(gpus, tp=tp, cp=cp, zero=zero) for tp in sizes for cp in _divisors(gpus // tp)], batch)
-
-
 def every_cp(layout: Layout, batch: int) -> list[Layout]:
     """Return this layout with the cp at which every replica has a sequence, and larger ones."""
     return _busy([replace(layout, cp=cp) for cp in _divisors(layout.dp)], batch)
@@ -99,7 +96,8 @@ def _busy(found: list[Layout], batch: int) -> list[Layout]:
 
 
 def _ulysses_sizes(model: Model, gpus: int) -> list[int]:
-    return [sp for sp in _divisors(gpus) if model.heads % sp == 0 and _kv_splits(model, sp)]
+    sizes = _divisors(gpus) if model.trades_heads else [1]
+    return [sp for sp in sizes if model.heads % sp == 0 and _kv_splits(model, sp)]
 
 
 def _kv_splits(model: Model, sp: int) -> bool:

@@ -1,10 +1,9 @@
-"""ds_memo's own method: placements by the solver of real runs, layers by formula or as measured."""
+"""ds_memo's own method: placements by the solver of real runs."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from ds_memo.estimate.costs import Costs
@@ -12,17 +11,18 @@ from ds_memo.estimate.layout import Layout
 from ds_memo.estimate.offload import LEAST_ZERO
 from ds_memo.estimate.parts import LOGIT_BYTES, TILE_TOKENS, by_part, gathered_bytes, state_bytes, timed
 from ds_memo.estimate.question import DAY_S, OK, OOHM, OOM, Estimate, Question
-from ds_memo.estimate.tiles import tiled_layer, tilings
 from ds_memo.placement import PlacementKind, Tiles
 from ds_memo.planned_alloc import UNPLANNED_OVERHEAD
-from ds_memo.profile.sample import Profile
-from ds_memo.solve.costs import LayerCosts, NvmeCosts, RunCosts, Working
+from ds_memo.solve.costs import NvmeCosts, RunCosts, Working
 from ds_memo.solve.headroom import HEADROOM, Candidate, shortest
 from ds_memo.solve.kinds import Kinds
 from ds_memo.solve.memory import device_bytes
 from ds_memo.solve.refusals import NothingFits
 from ds_memo.solve.solver import Solution
 from ds_memo.units import GIB
+
+TILED_TOKENS = 4096
+"""Tokens of a tile where none are asked for, as in a run."""
 
 
 def memo(question: Question, costs: Costs) -> Estimate:
@@ -36,18 +36,17 @@ def memo(question: Question, costs: Costs) -> Estimate:
     free = question.hardware.usable_device_bytes - sum(states.values())
     budget, careful = int(free / loose), min(int(free / loose), int(free * (1 - HEADROOM)))
     overhead = UNPLANNED_OVERHEAD if question.planned else 1.0  # stock training has no planned addresses
+    runs: list[RunCosts] = []
 
     def best(tilings: Sequence[Tiles | None]) -> tuple[RunCosts, Solution]:
-        runs = (_run(question, costs, budget, sum(working.values()), tiles) for tiles in tilings)
-        candidates = [Candidate(replace(run, device_budget=careful), run) for run in runs]
+        found = [_run(question, costs, budget, sum(working.values()), tiles) for tiles in tilings]
+        runs.extend(found)
+        candidates = [Candidate(replace(run, device_budget=careful), run) for run in found]
         return shortest(candidates, question.alpha, unplanned_overhead=overhead)
 
     try:
-        run, solution = best(_tilings(question, costs))
-        if run.tiles is not None:
-            run, solution = best([run.tiles._replace(head_groups=1 << i) for i in range(run.tiles.head_groups.bit_length())])
+        run, solution = _whole_or_in_tiles(question.tile_tokens if budget > 0 else 0, costs, best)
     except NothingFits as nothing:
-        runs = [_run(question, costs, budget, sum(working.values()), tiles) for tiles in _tilings(question, costs)]
         return _refused(question, costs.layout, runs, states, working, nothing)
     kept = _frames(run, solution.kinds, solution.alpha)
     on_device = all(kind.on_device for kind in solution.kinds)
@@ -69,13 +68,45 @@ def memo(question: Question, costs: Costs) -> Estimate:
     return timed(answer, costs)
 
 
-def _tilings(question: Question, costs: Costs) -> Sequence[Tiles | None]:
-    """Return the ways to run layers: whole, and in tiles of several lengths with as many groups of heads as can be."""
-    tokens, profile = question.tile_tokens, question.profile
-    found = list(tilings(costs)) if profile is None else profile.tilings(_sizes(profile, costs))
-    if tokens is None or not found:
-        return [None, *found]
-    return [Tiles(tokens, found[0].head_groups) if 0 < tokens < costs.tokens else None]
+def _whole_or_in_tiles(
+    tokens: int | None, costs: Costs, best: Callable[[Sequence[Tiles | None]], tuple[RunCosts, Solution]]
+) -> tuple[RunCosts, Solution]:
+    """Return the shorter step of whole layers and layers in tiles.
+
+    Tiles make all GEMM outputs again, and more. So they are not tried where whole layers take no longer than that.
+
+    Args:
+        tokens: of a tile, as asked for; 0: layers run whole.
+
+    Raises:
+        NothingFits: neither way, and why whole layers do not, if they were tried.
+    """
+    found: list[tuple[RunCosts, Solution]] = []
+    refused: NothingFits | None = None
+    if not tokens or tokens >= costs.tokens:
+        try:
+            run, solution = best([None])
+            at_0 = run.head_s + sum(layer.forward_s + layer.backward_s + layer.replay_s + layer.gemm_s for layer in run.layers)
+            if tokens is not None or solution.step_s <= at_0:
+                return run, solution
+            found.append((run, solution))
+        except NothingFits as nothing:
+            if tokens is not None:
+                raise
+            refused = nothing
+    tilings = costs.tilings(tokens or TILED_TOKENS)
+    if not tilings and refused is None and not found:
+        return best([None])
+    try:
+        for tiles in tilings:
+            best([tiles])  # in most groups: if that does not fit, fewer do not
+            found.append(best([tiles._replace(head_groups=1 << i) for i in range(tiles.head_groups.bit_length())]))
+    except NothingFits as nothing:
+        refused = refused or nothing
+    if not found:
+        assert refused is not None
+        raise refused
+    return min(found, key=lambda one: one[1].step_s)
 
 
 def _run(question: Question, costs: Costs, device_budget: int, working: float, tiles: Tiles | None) -> RunCosts:
@@ -86,16 +117,9 @@ def _run(question: Question, costs: Costs, device_budget: int, working: float, t
         working: bytes of the budget that are non-layer memory.
         tiles: how layers run; None: whole.
     """
-    hardware, profile = question.hardware, question.profile
-    if profile is not None:
-        layers = _measured(profile, costs, tiles).layers
-    elif tiles is None:
-        layers = costs.layers(Costs.memo_layer)
-    else:
-        layers = costs.layers(partial(tiled_layer, tiles=tiles))
     return RunCosts(
-        layers=layers,
-        d2h_bytes_per_s=hardware.d2h,
+        layers=costs.layers(tiles),
+        d2h_bytes_per_s=question.hardware.d2h,
         h2d_bytes_per_s=costs.h2d,
         host_budget=int(question.host_bytes / question.ranks_on_node),
         device_budget=device_budget,
@@ -155,25 +179,3 @@ def _frames(run: RunCosts, kinds: Kinds, alpha: float) -> int:
     nothing: dict[str, Any] = dict.fromkeys(("working", "working_at_0", "working_without_attention"), Working())
     frames = replace(run.each(lambda layer: replace(layer, **nothing)), working_bytes=0)
     return device_bytes(frames, kinds, alpha)
-
-
-def _sizes(profile: Profile, costs: Costs) -> list[tuple[int, int]]:
-    """Return batch and length of a rank's calls, by kind of layer."""
-    return [(1, max(1, round(costs.tokens)))] * len(profile.kinds)
-
-
-def _measured(profile: Profile, costs: Costs, tiles: Tiles | None) -> RunCosts:
-    """Return the layers as measured, at this length and layout. Exchanges between ranks are measured, or added by formula.
-    No layer is faster than its offloaded model states on the link."""
-    run = profile.costs(_sizes(profile, costs), 0, 0, ranks_per_sequence=costs.layout.ranks, tiles=tiles)
-    there, again = costs.layer.exchange, costs.layer.exchange_replay
-    if profile.ranks_per_sequence > 1:
-        there = again = 0.0
-    states = costs.states_s
-
-    def longer(layer: LayerCosts) -> LayerCosts:
-        forward_s = max(layer.forward_s + there, states.forward_h2d)
-        backward_s = max(layer.backward_s + there, states.backward_h2d, states.backward_d2h)
-        return replace(layer, forward_s=forward_s, backward_s=backward_s, replay_s=layer.replay_s + again)
-
-    return run.each(longer)

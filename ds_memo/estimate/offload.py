@@ -10,11 +10,13 @@ Reduce buckets and DeepSpeed's staging buffers are not counted, nor is the round
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ds_memo.estimate.hardware import Hardware
 from ds_memo.estimate.layout import Layout
-from ds_memo.estimate.model import Model
+
+if TYPE_CHECKING:
+    from ds_memo.estimate.model import Model
 
 OFFLOADS = ("none", "optimizer", "all")
 LEAST_ZERO = {"none": 0, "optimizer": 1, "all": 3}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 from ds_memo.estimate.costs import Costs
@@ -12,8 +11,8 @@ from ds_memo.units import GIB
 
 TILE_TOKENS = 1024
 """Tokens of a tile of ds_memo's tiled loss (launch/loss.py)."""
-LOGIT_BYTES, FUSED_LOGIT_BYTES = 12, 4
-"""Per logit: bf16 and fp32 logits and their gradients; Megatron's vocabulary-parallel loss works in place in fp32."""
+LOGIT_BYTES = 12
+"""Per logit: bf16 and fp32 logits and their gradients."""
 CACHE_GROWTH = 12
 """Without a plan, the allocator's cache grows to this many times a step's transient bytes. In the paper's ablation flushes begin
 between 64 Ki and 128 Ki tokens, which is between 9 and 19 times."""
@@ -25,19 +24,14 @@ def state_bytes(costs: Costs) -> dict[str, float]:
     shards, zero, offloaded = layout.sharded, layout.zero, layout.offload != "none"
     return {
         "parameters": 0.0 if layout.offload == "all" else 2 * mine / (shards if zero >= 3 else 1),
-        "gradients": 0.0 if offloaded and zero >= 2 else costs.gradient_bytes * mine / (shards if zero >= 2 else 1),
+        "gradients": 0.0 if offloaded and zero >= 2 else 2 * mine / (shards if zero >= 2 else 1),
         "optimizer states": 0.0 if offloaded else 12 * mine / (shards if zero >= 1 else 1),
     }
 
 
 def gathered_bytes(costs: Costs) -> float:
-    """Return the bytes that ZeRO-3 gathers: a layer's parameters, the next one's, and gradients before they are reduced."""
-    return 3 * 2 * costs.model.layer_parameters / costs.layout.tp if costs.layout.zero == 3 else 0.0
-
-
-def pinned_bytes(nbytes: float) -> int:
-    """Return the host bytes of a block of PyTorch's pinned memory, which is rounded up to a power of two."""
-    return 1 << max(0, math.ceil(nbytes) - 1).bit_length()
+    """Return the bytes that ZeRO-3 gathers: a layer's parameters, and the next one's. Gradients are in a layer's own peak."""
+    return 2 * 2 * costs.model.layer_parameters / costs.layout.tp if costs.layout.zero == 3 else 0.0
 
 
 def by_part(question: Question, states: dict[str, float], working: dict[str, float]) -> dict[str, float]:

@@ -1,12 +1,9 @@
 """The estimator's questions and answers.
 
-method           kept of a layer                                                layers
-none             everything autograd saves                                      as they are
-full_recompute   the input                                                      torch's or Megatron's checkpointing
-full_swap        everything, on the host                                        the paper's ablation
-paper            input and attention output, and alpha of everything else       MEMO as published
-alst             the input, on the host; the MLP in tiles                       ALST's recipe, with DeepSpeed's TiledMLP
-memo             input and attention output, and alpha of the GEMM outputs      this project, solved by ds_memo.solve
+method           kept of a layer
+memo             input and attention output, and alpha of the GEMM outputs: this project, solved by ds_memo.solve
+full_recompute   the input: torch's checkpointing
+none             everything that autograd saves
 """
 
 from __future__ import annotations
@@ -15,24 +12,22 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ds_memo.estimate import flops, requests
+from ds_memo.estimate import flops
 from ds_memo.estimate.errors import EstimateError
 from ds_memo.estimate.hardware import Hardware
 from ds_memo.estimate.layout import Layout
-from ds_memo.estimate.model import Model
 from ds_memo.estimate.offload import LEAST_ZERO
 from ds_memo.estimate.simulate import Simulated, simulate
 from ds_memo.memory.host import HOST_HEADROOM
 from ds_memo.placement import Placement, PlacementKind, Tiles
+from ds_memo.profile.sample import Profile
 from ds_memo.solve.costs import RunCosts
 from ds_memo.units import GIB
 
 if TYPE_CHECKING:
-    from ds_memo.profile.sample import Profile
+    from ds_memo.estimate.model import Model
 
-METHODS = ("memo", "alst", "paper", "full_recompute", "full_swap", "none")
-PLANNED = ("memo", "paper", "full_swap")
-"""Methods with a memory plan."""
+METHODS = ("memo", "full_recompute", "none")
 OK, OOM, OOHM = "ok", "oom", "oohm"
 DAY_S = 24 * 60 * 60
 _MOST_BYTES = 1 << 60
@@ -67,17 +62,12 @@ class Question:
 
     @property
     def planned(self) -> bool:
-        return self.method in PLANNED if self.plan is None else self.plan
+        return self.method == "memo" if self.plan is None else self.plan
 
     @property
     def host_bytes(self) -> float:
         """Bytes of a node that activations and offloaded model states may take."""
         return self.hardware.host_memory * (1 - HOST_HEADROOM) if self.host_memory is None else self.host_memory
-
-    @property
-    def megatron(self) -> bool:
-        """True for the layout of the paper's runs: tensor and context parallel, with Megatron's kernels."""
-        return self.tp is not None or self.cp is not None or (self.method == "paper" and self.sp is None)
 
     @property
     def ranks_on_node(self) -> int:
@@ -117,8 +107,7 @@ class Estimate:
         if self.step_s is None:
             return None
         q = self.question
-        work = flops.sequence_flops(q.seq_length, q.model.active_parameters, q.model.layers, q.model.attention_width)
-        return flops.mfu(self.sequences * work, self.step_s, q.gpus, q.hardware.peak)
+        return flops.mfu(self.sequences * q.model.sequence_flops(q.seq_length), self.step_s, q.gpus, q.hardware.peak)
 
     @property
     def tgs(self) -> float | None:
@@ -198,7 +187,7 @@ def check(question: Question) -> None:
         if getattr(question, name) < 1:
             raise EstimateError(f"{name} is {getattr(question, name)}, expected at least 1")
     model = question.model
-    if model.layers * requests.saved_bytes(model, question.seq_length) > _MOST_BYTES:
+    if 64 * model.layers * model.hidden * question.seq_length > _MOST_BYTES:
         raise EstimateError(f"{model.name} at {question.seq_length} tokens needs more bytes than 64 bits can count")
     least = LEAST_ZERO.get(question.offload)
     if least is None:
@@ -210,8 +199,8 @@ def check(question: Question) -> None:
     if question.method not in METHODS:
         raise EstimateError(f"method is {question.method!r}, expected one of {', '.join(METHODS)}")
     if question.alpha is not None:
-        if question.method not in ("memo", "paper"):
-            raise EstimateError(f"alpha {question.alpha} with method {question.method}: only memo and paper have an alpha")
+        if question.method != "memo":
+            raise EstimateError(f"alpha {question.alpha} with method {question.method}: only memo has an alpha")
         if not 0 <= question.alpha <= 1:
             raise EstimateError(f"alpha is {question.alpha}, expected 0 to 1")
     if question.tile_tokens is not None and question.method != "memo":

@@ -1,21 +1,25 @@
-"""Build a meta model: a Hugging Face causal LM in which only one layer of each kind has memory."""
+"""Build a meta model: a Hugging Face causal LM of which one layer of each kind has memory, or none."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from ds_memo.errors import MemoError
+from ds_memo.hf.attention import catch_attention
 from ds_memo.hf.find_layers import find_layers
 from ds_memo.profile.kinds import kinds_of
 from ds_memo.remat.checkpoint import Layer
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+MOST_LAYERS = 4096
 
 
 def build(path: Path, dtype: torch.dtype, attention: str, device: torch.device) -> nn.Module:
@@ -58,7 +62,50 @@ def build(path: Path, dtype: torch.dtype, attention: str, device: torch.device) 
     return model.train()
 
 
-def _refuse_encoders(path: Path, config: PretrainedConfig) -> None:
+def build_without_memory(data: dict[str, Any], name: str, attention: str, function: Callable[..., Any]) -> nn.Module:
+    """Build the language model of a config in training mode and bf16, all on the meta device.
+
+    Args:
+        data: a Hugging Face config. Of a model that also reads images, only the language model is built, without a head
+            if Transformers has none for it alone.
+        name: of the model, for messages.
+        attention, function: an attention implementation, and its name.
+
+    Raises:
+        MemoError: Transformers is missing or cannot build it, or layers attend to an encoder's states.
+    """
+    try:
+        from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, AutoModel, AutoModelForCausalLM
+    except ImportError as error:
+        raise MemoError(f"an estimate needs transformers ({error}): pip install 'ds_memo[hf]'") from None
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    AttentionInterface.register(attention, function)
+    catch_attention()
+    try:
+        whole = CONFIG_MAPPING[data["model_type"]].from_dict(data)
+        config = whole.get_text_config()
+        config.use_cache = False
+        _refuse_encoders(name, whole)
+        made_by = AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModel
+        layers = getattr(config, "num_hidden_layers", None)
+        if isinstance(layers, int) and layers > MOST_LAYERS:
+            raise MemoError(f"model {name}: {layers} layers, expected at most {MOST_LAYERS}")
+        with torch.device("meta"):
+            return made_by.from_config(config, dtype=torch.bfloat16, attn_implementation=attention).train()
+    except MemoError:
+        raise
+    except Exception as error:  # a wrong config may raise anything
+        raise MemoError(f"model {name}: cannot be built ({type(error).__name__}: {_first_line(error)})") from None
+
+
+def knows(model_type: object) -> bool:
+    """Return True if Transformers has models of this type."""
+    from transformers import CONFIG_MAPPING
+
+    return isinstance(model_type, str) and model_type in CONFIG_MAPPING
+
+
+def _refuse_encoders(path: Path | str, config: PretrainedConfig) -> None:
     cross_attention = ("cross_attention_layers", "add_cross_attention")
     if config.is_encoder_decoder or any(getattr(config.get_text_config(), name, None) for name in cross_attention):
         raise MemoError(

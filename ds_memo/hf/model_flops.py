@@ -1,4 +1,9 @@
-"""Inputs of the FLOP formula for a Hugging Face causal LM."""
+"""Model FLOPs of one training step of a Hugging Face causal LM.
+
+The counts are the paper's (MEMO, SIGMOD 2025): forward and backward of the model, with causal attention at half its
+square; recomputation never counts. Symbols: s tokens in a sequence, n layers, h attention width (heads × head
+size; the hidden size in most models), V vocabulary, P parameters that multiply every token.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +11,17 @@ from typing import Any
 
 from torch import nn
 
-from ds_memo.estimate.flops import sequence_flops
+
+def sequence_flops(seq_length: int, parameters: int, layers: int, attention_width: int) -> float:
+    """Return the FLOPs to train on one sequence: 6·s·P for the matrices, 6·n·h·s² for causal attention.
+
+    Args:
+        seq_length: s, in tokens.
+        parameters: P. Leave out an embedding table that is only looked up, and experts that a token does not visit.
+        layers: n.
+        attention_width: h, in elements: heads × head size.
+    """
+    return 6.0 * seq_length * parameters + 6.0 * layers * attention_width * seq_length**2
 
 
 def model_flops(model: nn.Module, seq_length: int) -> float | None:

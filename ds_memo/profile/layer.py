@@ -21,7 +21,7 @@ from ds_memo.placement import FULL_RECOMPUTE, GEMMS_RECOMPUTED, NO_RECOMPUTE, ON
 from ds_memo.profile.call import LayerCall, hidden_from_training, uncompiled
 from ds_memo.profile.layer_sample import LayerSample
 from ds_memo.profile.live import bytes_made, storages_of
-from ds_memo.profile.stopwatch import Stopwatch, now, seconds_between
+from ds_memo.profile.stopwatch import Stopwatch, now, repeats, seconds_between
 from ds_memo.remat.checkpoint import Layer, OwnForward, Remat, Tiler
 from ds_memo.remat.random_states import KeepsGiven, forked
 from ds_memo.remat.recipe import Gemm, Recipe
@@ -33,8 +33,6 @@ from ds_memo.swap.frame import Frame
 from ds_memo.swap.host_pool import HostPool
 from ds_memo.swap.host_slab import HostSlab
 from ds_memo.swap.streams import streams_for
-
-REPEATS = 3
 
 
 def measure(call: LayerCall, length: int, device: torch.device, attention: str | None = None) -> LayerSample:
@@ -219,7 +217,7 @@ class Bench:
     def timed(self, placement: Placement) -> tuple[float, float]:
         """Return the seconds of a forward and of a backward, medians after one warm-up run."""
         forwards, backwards = [], []
-        for _ in range(REPEATS + 1):
+        for _ in range(repeats(self._device) + 1):
             start = self._clock()
             outputs = self.forward(placement)
             between = self._clock()
@@ -235,7 +233,7 @@ class Bench:
         The difference of two backwards would not do: on a CPU, where the allocator's pages come and go, it is noisier than a
         replay is long.
         """
-        for _ in range(REPEATS + 1):
+        for _ in range(repeats(self._device) + 1):
             self.backward(self.forward(ON_DEVICE))
         self._clock()
         spans, self._engine.replays = self._engine.replays, []
@@ -278,13 +276,13 @@ class Bench:
         module = self._layer.module()
         own = (*module.parameters(), *module.buffers())
         shared = tensor_leaves((self._args, self._kwargs, self._fn.keywords if isinstance(self._fn, partial) else ()))
-        known = {storage.data_ptr() for x in (*own, *shared) if x is not self.leaves[0] for storage in storages_of(x)}
+        known = {storage._cdata for x in (*own, *shared) if x is not self.leaves[0] for storage in storages_of(x)}
         saved: dict[int, torch.UntypedStorage] = {}
 
         def note(tensor: torch.Tensor) -> None:  # returns nothing: the graph would keep a saved output, which keeps the graph
             for storage in storages_of(tensor) if not isinstance(tensor, nn.Parameter) else ():
-                if storage.data_ptr() not in known:
-                    saved[storage.data_ptr()] = storage
+                if storage._cdata not in known:
+                    saved[storage._cdata] = storage
 
         if isinstance(self._fn, OwnForward):  # dynamo is at work when it is called
             note = torch.compiler.disable(note)
@@ -295,7 +293,7 @@ class Bench:
     def _clock(self) -> float:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        return time.perf_counter()
+        return time.perf_counter() if self._device.type != "meta" else now(self._device)
 
 
 def _outputs(full: Recipe, none: Recipe, watch: Stopwatch) -> tuple[tuple[Output, ...], float, float]:

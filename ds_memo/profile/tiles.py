@@ -12,9 +12,9 @@ import torch
 
 from ds_memo.placement import Placement, PlacementKind, Tiles
 from ds_memo.profile.call import LayerCall
-from ds_memo.profile.layer import REPEATS, Bench, alone
+from ds_memo.profile.layer import Bench, alone
 from ds_memo.profile.live import AllocatedBytes, LiveBytes, bytes_made
-from ds_memo.profile.stopwatch import now, seconds_between
+from ds_memo.profile.stopwatch import now, repeats, seconds_between
 from ds_memo.profile.tile_sample import PARTS, PartSample, TileSample
 from ds_memo.remat.checkpoint import CannotTile
 from ds_memo.tiles.tiling import Tiling
@@ -74,7 +74,7 @@ def _measure(
             _run(bench, _placed(tiles), lambda: None)  # analysed, and warm
             if (refused := tiling.report()) and refused["not_tiled"]:
                 raise CannotTile(next(iter(refused["not_tiled"].values())))
-            times = [_run(bench, _placed(tiles), partial(now, device)) for _ in range(REPEATS)]
+            times = [_run(bench, _placed(tiles), partial(now, device)) for _ in range(repeats(device))]
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             seconds = [[seconds_between(*pair) for pair in pairwise(points)] for points in times]

@@ -53,6 +53,7 @@ ATTENTION_NAMES = {
     "flash_attn::_flash_attn_varlen_forward",
     "flash_attn_3::_flash_attn_forward",  # flash-attn 3 (hopper/flash_attn_interface.py)
     "flash_attn_3::fwd",
+    "ds_memo::attention",  # of the meta device (ds_memo/estimate)
 }
 """Attention ops by name: they exist only once their package, or that part of torch, is imported."""
 

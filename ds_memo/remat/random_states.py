@@ -26,7 +26,7 @@ _MODULES = ("deepspeed.runtime.activation_checkpointing.checkpointing", "megatro
 
 def generator_of(device: torch.device) -> torch.Generator:
     """Return PyTorch's own generator of a device."""
-    if device.type == "cpu":
+    if device.type in ("cpu", "meta"):
         return torch.default_generator
     return torch.cuda.default_generators[device.index]
 

@@ -301,6 +301,7 @@ def fingerprint(outputs: Any) -> torch.Tensor:
     """
     values = outputs if isinstance(outputs, tuple) else (outputs,)
     tensors = [value for value in values if type(value) is torch.Tensor and value.numel() and torch._C._has_storage(value)]
+    tensors = [tensor for tensor in tensors if not tensor.is_meta]  # no values
     sums = [_integers(tensor).sum(dtype=torch.int64) for tensor in tensors if tensor.device == tensors[0].device]
     return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.int64)
 

@@ -24,7 +24,7 @@ from ds_memo.swap.stream_protocol import COMPUTE, D2H, H2D, Streams
 def streams_for(device: torch.device) -> Streams:
     if device.type == "cuda":
         return CudaStreams(device)
-    if device.type == "cpu":
+    if device.type in ("cpu", "meta"):
         return ThreadStreams()
     raise MemoError(f"ds_memo swaps on cuda and cpu devices; the layers are on {device}")
 

@@ -261,17 +261,14 @@ def test_formulas_agree_with_the_steps_of_real_commands(workload: str, capfd: py
     """Both take their rates from one table: what differs is which bytes and FLOPs are counted. The optimizer is another one."""
     base = {"num_hidden_layers": 6, "hidden_size": 4096, "num_attention_heads": 32, "vocab_size": 512}
     question = Question(from_config(base | SHAPES[workload], workload), hardware.load("h200"), 1, 65536, zero=0)
-    rivals = ["none", "checkpoint", "alst", "ds_memo, planned"]
+    rivals = ["none", "checkpoint", "ds_memo, planned"]
     asked = ["speed", workload, "65536", "--json", "--device-gib", "32", "--rivals", *rivals]
     assert emulator.main(asked) == 0
     point = json.loads(capfd.readouterr().out.splitlines()[-1])
     steps = {name: row["median_s"] for name, row in point["rivals"].items()}
-    for rival, method in (("none", "none"), ("checkpoint", "full_recompute"), ("alst", "alst")):
+    for rival, method in (("none", "none"), ("checkpoint", "full_recompute")):
         answer = estimate(replace(question, method=method))
         assert sum(answer.seconds.values()) - answer.seconds["optimizer"] == pytest.approx(steps[rival], rel=0.01)
-    states = answer.device_bytes["parameters"] + answer.device_bytes["gradients"]
-    needed = point["rivals"]["alst"]["memory"]["device_peak"] - states
-    assert answer.device_bytes["transients"] == pytest.approx(needed, rel=0.04 if workload == "llama8b" else 0.12)
     assert point["predicted"]["step_s"] == pytest.approx(steps["ds_memo, planned"], rel=0.01)
     assert point["predicted"]["estimate"]["alpha"] < 1
 

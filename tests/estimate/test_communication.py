@@ -15,10 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ds_memo.estimate import hardware
 from ds_memo.estimate.costs import Costs
 from ds_memo.estimate.layout import Layout
-from ds_memo.estimate.model import Model
 from tests.distributed_harness.common import ON_CPU, DistributedTest
+from tests.estimate.models import small
 
-MODEL = Model("small", 2, 64, 128, 4, 4, 16, 96, gated=False, tied=True)
+MODEL = small("llama")
 TIMES = {"allreduce_": 2, "_allgather_base_": 1, "_reduce_scatter_base_": 1}
 """Sent bytes of a collective, in units of its tensor times (ranks - 1) / ranks."""
 
@@ -75,12 +75,6 @@ class TestSent(DistributedTest):
             assert costs.sent_bytes(sequences) / MODEL.parameters == want
 
 
-def test_megatron_scatters_fp32_and_gathers_bf16() -> None:
-    for zero, of_parameter in ((0, 4 + 4), (1, 4 + 2)):
-        costs = Costs(MODEL, hardware.load("a800"), Layout(8, tp=4, zero=zero), 64, megatron=True)
-        assert costs.sent_bytes(16) == of_parameter * MODEL.parameters / 4 / 2
-
-
 def test_a_group_has_the_network_adapters_of_its_gpus() -> None:
     """Within a node links between GPUs count; beyond it one adapter for each of the group's GPUs in a node."""
     machine = hardware.load("h100")
@@ -99,7 +93,7 @@ def test_reduce_scatter_across_nodes_as_measured() -> None:
 @pytest.mark.parametrize(("tp", "adapters"), [(1, 8), (4, 2), (8, 1)])
 def test_replicas_share_their_nodes_adapters(tp: int, adapters: int) -> None:
     machine = hardware.load("a800")
-    costs = Costs(MODEL, machine, Layout(64, tp=tp, zero=1), 1 << 10, megatron=True)
-    free = Costs(MODEL, replace(machine, intra_node=1e30, inter_node=1e30), costs.layout, 1 << 10, megatron=True)
+    costs = Costs(MODEL, machine, Layout(64, tp=tp, zero=1), 1 << 10)
+    free = Costs(MODEL, replace(machine, intra_node=1e30, inter_node=1e30), costs.layout, 1 << 10)
     sent_s = costs.optimizer_s(1) - free.optimizer_s(1)
     assert sent_s == pytest.approx(costs.sent_bytes(1) / (adapters * machine.inter_node), rel=1e-6)

@@ -9,7 +9,8 @@ import pytest
 from ds_memo.cli import main as cli
 from ds_memo.estimate.hardware import load
 from ds_memo.profile.json_file import to_json
-from ds_memo.profile.sample import LayerProfile, LayerSample, Profile
+from ds_memo.profile.layer_sample import LayerSample
+from ds_memo.profile.sample import LayerProfile, Profile
 from ds_memo.solve.costs import Output
 from tests.command import complaint
 
@@ -111,7 +112,7 @@ def test_another_profile_is_refused(capsys, tmp_path, text, says):
     path = tmp_path / "profile.json"
     path.write_text(text)
     words = ["estimate", "--model", GPT, "--hardware", "a800", "--gpus", "8", "--seq-length", "512K", "--profile", str(path)]
-    assert says in complaint(capsys, *words)
+    assert says in complaint(capsys, *words, after_progress=True)
 
 
 @pytest.mark.parametrize(

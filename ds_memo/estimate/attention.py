@@ -1,0 +1,137 @@
+"""Attention on the meta device: a flash kernel's shapes and memory, alone or between Ulysses' all-to-alls.
+
+Transformers' layers call it as an attention implementation. Its output and log-sum-exp are what a flash kernel returns, and its
+backward allocates what that one's does: dq in fp32, and dk and dv of every head before groups are summed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from ds_memo.estimate.hardware import Hardware
+
+NAME = "ds_memo_estimate"
+"""Of the attention implementation."""
+_library = torch.library.Library("ds_memo", "FRAGMENT")
+_library.define("attention(Tensor query, Tensor key, Tensor value, int window) -> (Tensor, Tensor)")
+_library.define(
+    "attention_backward(Tensor query, Tensor key, Tensor value, int window, Tensor gradient) -> (Tensor, Tensor, Tensor)"
+)
+_library.define("all_to_all(Tensor blocks) -> Tensor")
+
+
+def pairs(tokens: int, window: int) -> float:
+    """Return the number of pairs of tokens that causal attention computes.
+
+    Args:
+        window: tokens that each attends to; 0: all before it.
+    """
+    seen = min(window or tokens, tokens)
+    return seen * (tokens - seen / 2)
+
+
+def exchange_bytes_per_s(machine: Hardware, ranks: int) -> float:
+    """Return the rate of an all-to-all, in bytes to one other rank. Traffic in and between nodes overlaps; the slower counts."""
+    inside, outside = min(ranks, machine.gpus_per_node) - 1, max(0, ranks - machine.gpus_per_node)
+    return 1 / max(inside / machine.intra_node, outside / machine.inter_node)
+
+
+def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int) -> tuple[torch.Tensor, torch.Tensor]:
+    rows = query.transpose(1, 2)
+    out = torch.empty_like(rows) if value.shape[-1] == query.shape[-1] else rows.new_empty(*rows.shape[:3], value.shape[-1])
+    return out.transpose(1, 2), query.new_empty(query.shape[:3], dtype=torch.float32)
+
+
+def _attention_backward(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int, gradient: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    query, key, value = (torch.empty_like(x.transpose(1, 2)).transpose(1, 2) for x in (query, key, value))
+    return query, key, value
+
+
+_library.impl("attention", _attention, "Meta")
+_library.impl("attention_backward", _attention_backward, "Meta")
+_library.impl("all_to_all", torch.empty_like, "Meta")
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    *tensors, ctx.window = inputs
+    ctx.save_for_backward(*tensors, *output)
+
+
+def _backward(ctx: Any, gradient: torch.Tensor, _: torch.Tensor) -> tuple[Any, ...]:
+    query, key, value, *_ = ctx.saved_tensors
+    accumulated = torch.empty_like(query, dtype=torch.float32)
+    shared = key.shape[1] < query.shape[1]
+    expanded = [x.new_empty(x.shape[0], query.shape[1], *x.shape[2:]) for x in (key, value) if shared]
+    found = torch.ops.ds_memo.attention_backward(query, key, value, ctx.window, gradient)
+    del accumulated, expanded
+    return *found, None
+
+
+torch.library.register_autograd("ds_memo::attention", _backward, setup_context=_save, lib=_library)
+torch.library.register_autograd("ds_memo::all_to_all", lambda ctx, gradient: torch.ops.ds_memo.all_to_all(gradient), lib=_library)
+
+
+class Attention:
+    """The attention function of all models on the meta device, which Transformers knows by its NAME."""
+
+    def __init__(self) -> None:
+        self.sp = 1
+        """Ranks among which it trades heads (Ulysses); 1: it has whole sequences."""
+
+    def ranks(self, module: nn.Module) -> int:
+        """See ds_memo.tiles.attention_call.AttentionCall.ranks."""
+        return self.sp
+
+    def __call__(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: Any = None,
+        *_: Any,
+        sliding_window: int | None = None,
+        **__: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """query (b, heads, tokens, head size); the result is (b, tokens, heads, head size)."""
+        window, heads = sliding_window or 0, query.shape[1]
+        if self.sp > 1:
+            query, key, value = (_whole(x, self.sp) for x in (query, key, value))
+        out, _lse = torch.ops.ds_memo.attention(query, key, value, window)
+        out = out.transpose(1, 2).contiguous()
+        return (out if self.sp == 1 else _part(out, self.sp, heads)), None
+
+
+ATTENTION = Attention()
+
+
+def _whole(x: torch.Tensor, ranks: int) -> torch.Tensor:
+    """Return whole sequences of some heads, of a part of them of all heads, as DeepSpeed's Ulysses does."""
+    x = x.permute(2, 0, 1, 3)
+    if x.shape[2] < ranks:
+        x = x.repeat_interleave(ranks // x.shape[2], dim=2)
+    blocks = x.unflatten(2, (ranks, -1)).permute(2, 0, 1, 3, 4).contiguous()
+    return torch.ops.ds_memo.all_to_all(blocks).flatten(0, 1).permute(1, 2, 0, 3).contiguous()
+
+
+def _part(out: torch.Tensor, ranks: int, heads: int) -> torch.Tensor:
+    """Return a part of the sequence of all heads."""
+    blocks = out.transpose(0, 1).flatten(2).unflatten(0, (ranks, -1)).contiguous()
+    joined = torch.ops.ds_memo.all_to_all(blocks).permute(1, 2, 0, 3).flatten(2).contiguous()
+    return joined.transpose(0, 1).unflatten(-1, (heads, -1))
+
+
+class CatchSdpa(TorchFunctionMode):
+    """Has layers that call F.scaled_dot_product_attention themselves run the same kernel."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func is F.scaled_dot_product_attention and args[0].is_meta and args[0].dim() == 4:
+            return torch.ops.ds_memo.attention(*args[:3], 0)[0]
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,182 @@
+"""A model's real layers, measured on the meta device: their shapes run, no number is computed, and a clock of prices keeps time.
+
+The code is that of a run's own profile (ds_memo.profile): record, replay and backward by the layer's recipe, whole and in tiles.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import cached_property, lru_cache, partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_memo.estimate.attention import ATTENTION, CatchSdpa
+from ds_memo.estimate.fused import fuse_modules, fused_rotary
+from ds_memo.estimate.hardware import Hardware, load
+from ds_memo.estimate.kernels import Clock
+from ds_memo.hf.find_layers import find_layers
+from ds_memo.profile import stopwatch
+from ds_memo.profile.call import LayerCall
+from ds_memo.profile.kinds import kinds_of
+from ds_memo.profile.layer import measure
+from ds_memo.profile.layer_sample import LayerSample
+from ds_memo.profile.sample import LayerProfile, Profile
+from ds_memo.profile.tile_sample import TileSample
+from ds_memo.profile.tiles import measure_in_tiles
+from ds_memo.remat.checkpoint import CannotTile, Layer
+
+META = torch.device("meta")
+_ANY = load("h100")
+"""FLOPs know no machine."""
+_LONGEST = 1 << 26
+"""Tokens of the caught calls, which are cut to the length of a sample."""
+_SHORT = 64
+_APART = 4
+"""Quotient of neighbouring lengths of samples: between two, peak bytes and times are as good as linear."""
+_LEAST = 1 << 10
+_MANY_OPS = 300
+"""Ops of the forward of a layer that loops over its tokens (linear attention without a kernel of its own)."""
+_TILED = (1 << 15, 1 << 16)
+"""Lengths of samples in tiles."""
+
+
+class _Caught(Exception):
+    """Ends a forward once one call of each kind of layer is caught."""
+
+
+class Layers:
+    """The layers of a model on the meta device.
+
+    Args:
+        model: its attention implementation is ATTENTION.
+        fused: see ds_memo.estimate.fused.
+    """
+
+    def __init__(self, model: nn.Module, fused: bool) -> None:
+        self._model = model
+        self._fused = fused
+        if fused:
+            fuse_modules(model)
+        self.found = [Layer(index, name, module) for index, (name, module) in enumerate(find_layers(model))]
+        self._kinds = kinds_of(self.found)
+        self._samples: dict[Any, LayerSample] = {}
+        self._tile_samples: dict[Any, tuple[TileSample, ...]] = {}
+
+    def profile(self, machine: Hardware, sp: int, tokens: int, tiled: bool) -> Profile:
+        """Return a profile as one of a real run on as many ranks to a sequence.
+
+        Args:
+            tokens: of a rank, near which the samples are.
+            tiled: True if layers run in tiles, too.
+        """
+        profiles = []
+        for kind, call in self._calls.items():
+            samples = tuple(self._sample(kind, length, sp, machine) for length in self._lengths(kind, tokens))
+            in_tiles = self._in_tiles(kind, sp, machine) if tiled else ()
+            profiles.append(LayerProfile(call.layer.name, samples, in_tiles=in_tiles))
+        numbers = {kind: number for number, kind in enumerate(self._calls)}
+        layers = tuple(numbers[kind] for kind in self._kinds)
+        return Profile({}, "meta", tuple(profiles), layers, machine.d2h, machine.h2d, 1, sp)
+
+    def forward_flops(self, tokens: int) -> float:
+        """Return the FLOPs of all layers' forward of one sequence."""
+        of_kinds = {}
+        for kind in self._calls:
+            length = _LEAST if self._loops(kind) else tokens  # a loop's FLOPs grow with the tokens alone
+            of_kinds[kind] = self._forward(kind, length).flops * tokens / length
+        return sum(of_kinds[kind] for kind in self._kinds)
+
+    @cached_property
+    def _calls(self) -> dict[int, LayerCall]:
+        """The first call of each kind of layer, of _LONGEST tokens."""
+        firsts = {kind: self.found[self._kinds.index(kind)] for kind in sorted(set(self._kinds))}
+        returns: dict[int, type] = {}
+        calls: dict[int, LayerCall] = {}
+
+        def note(layer: Layer, kind: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            out = forward(*args, **kwargs)
+            returns[kind] = type(out)
+            if len(returns) == len(firsts):
+                raise _Caught
+            return out
+
+        def catch(layer: Layer, kind: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            calls.setdefault(kind, LayerCall(layer, forward, args, kwargs))
+            if len(calls) == len(firsts):
+                raise _Caught
+            hidden = next(x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor))
+            return (hidden,) if issubclass(returns[kind], tuple) else hidden
+
+        self._run(_SHORT, note)
+        self._run(_LONGEST, catch)
+        return calls
+
+    def _run(self, tokens: int, instead: Callable[..., Any]) -> None:
+        """Run the model's forward with `instead` in the place of the layers' own."""
+        modules: list[tuple[Layer, int, Any]] = [
+            (layer, kind, layer.module()) for layer, kind in zip(self.found, self._kinds, strict=True)
+        ]
+        for layer, kind, module in modules:
+            module.forward = partial(instead, layer, kind, module.forward)
+        shape = 1, tokens, self._model.config.hidden_size
+        try:
+            with torch.no_grad(), CatchSdpa():
+                self._model(inputs_embeds=torch.empty(shape, dtype=torch.bfloat16, device=META), use_cache=False)
+        except _Caught:
+            pass
+        finally:
+            for _, _, module in modules:
+                del module.forward
+
+    def _lengths(self, kind: int, tokens: int) -> tuple[int, int]:
+        """Return the lengths of the samples next to a number of tokens."""
+        if self._loops(kind):
+            return _LEAST // 4, _LEAST // 2
+        steps = max(0, int(math.log(max(tokens, 1) / _LEAST, _APART)))
+        return _LEAST * _APART**steps, _LEAST * _APART ** (steps + 1)
+
+    @contextmanager
+    def _running(self, sp: int, clock: Clock) -> Iterator[None]:
+        ATTENTION.sp = sp
+        with fused_rotary(self._model) if self._fused else nullcontext(), CatchSdpa(), clock:
+            yield
+
+    @lru_cache(maxsize=512)  # noqa: B019
+    def _forward(self, kind: int, length: int) -> Clock:
+        """Run a layer's forward alone, and count."""
+        fn, args, _ = self._calls[kind].at(length)
+        clock = Clock(_ANY, length)
+        with torch.no_grad(), self._running(1, clock):
+            fn(*args)
+        return clock
+
+    def _loops(self, kind: int) -> bool:
+        """Return True if a layer loops over its tokens."""
+        return self._forward(kind, _LEAST).ops > _MANY_OPS
+
+    def _sample(self, kind: int, length: int, sp: int, machine: Hardware) -> LayerSample:
+        sp = 1 if self._loops(kind) else sp  # it trades no heads
+        key = kind, length, sp, machine
+        if key not in self._samples:
+            clock = Clock(machine, length)
+            with stopwatch.keeping_time(lambda: clock.seconds), self._running(sp, clock):
+                self._samples[key] = measure(self._calls[kind], length, META)
+        return self._samples[key]
+
+    def _in_tiles(self, kind: int, sp: int, machine: Hardware) -> tuple[TileSample, ...]:
+        """Return samples of a layer in tiles; none: it cannot run so."""
+        key = kind, sp, machine
+        if self._loops(kind):
+            return ()
+        if key not in self._tile_samples:
+            clock = Clock(machine, _TILED[0])
+            with stopwatch.keeping_time(lambda: clock.seconds), self._running(sp, clock):
+                try:
+                    self._tile_samples[key] = measure_in_tiles(self._calls[kind], _TILED, META)
+                except CannotTile:
+                    self._tile_samples[key] = ()
+        return self._tile_samples[key]
