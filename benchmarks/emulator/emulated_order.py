@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.emulated_calls import Call, Calls, caller
-from benchmarks.emulated_time import FREE
+from ds_memo.estimate.kernels import FREE
 from ds_memo.remat.op_policy import written_tensors
 
 HOST = -1

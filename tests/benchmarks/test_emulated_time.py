@@ -12,10 +12,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks import emulated_time
 from benchmarks.emulated_process import compiled
 from benchmarks.emulated_time import cost_s
-from ds_memo.estimate import hardware
+from ds_memo.estimate import hardware, kernels
 from ds_memo.ops.builder import cuda_headers
 
 GB = 10**9
@@ -297,7 +296,7 @@ def test_a_sum_of_products_costs_its_flops_and_the_bytes_of_the_sum(dtype: torch
 
 def test_pytorchs_own_count_of_flops_lacks_such_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control: by it alone a sum in place takes its bytes and no FLOPs, and one with an out_dtype is an error."""
-    monkeypatch.setattr(emulated_time, "_PRODUCTS", {})
+    monkeypatch.setattr(kernels, "PRODUCTS", {})
     with FakeTensorMode(), Priced() as priced:
         x = torch.empty(ROWS, WIDE, dtype=torch.bfloat16, device="cuda")
         total = torch.empty(WIDE, WIDE, dtype=torch.bfloat16, device="cuda")
