@@ -27,6 +27,7 @@ SMALLER = {
     "--seq-length 1024 --steps 2",
     "--data documents/ --seq-length 128K": "--data documents/ --seq-length 1K --steps 2",
     "--steps 1000": "",
+    "--steps 2000": "--steps 3",
     "--save-every 100": "--save-every 1",
     "flash_attention_2": "sdpa",
     "ARGS": "",
