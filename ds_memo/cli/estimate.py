@@ -101,6 +101,7 @@ def run(args: argparse.Namespace) -> int:
     from ds_memo.estimate.estimate import estimate
 
     question = _question(args)
+    print("ds-memo estimate: running the model's layers without memory, by Transformers' code: some seconds", file=sys.stderr)
     if args.sweep is not None or args.compare:
         return _table(args, question)
     beyond = None
@@ -159,7 +160,6 @@ def _refuse_contradictions(args: argparse.Namespace) -> None:
 
 def _question(args: argparse.Namespace) -> Question:
     machine = hardware.load(args.hardware)
-    print("ds-memo estimate: running the model's layers without memory, by Transformers' code: some seconds", file=sys.stderr)
     if args.device_memory_gib is not None:
         machine = machine.with_device_memory(args.device_memory_gib * GIB)
     machine = _with_drives(machine, args)

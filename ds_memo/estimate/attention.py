@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from ds_memo.estimate.hardware import Hardware
 
 NAME = "ds_memo_estimate"
-"""Of the attention implementation."""
+"""Name of the attention implementation."""
 _library = torch.library.Library("ds_memo", "FRAGMENT")
 _library.define("attention(Tensor query, Tensor key, Tensor value, int window) -> (Tensor, Tensor)")
 _library.define(

@@ -142,8 +142,11 @@ class Layers:
     @contextmanager
     def _running(self, sp: int, clock: Clock) -> Iterator[None]:
         ATTENTION.sp = sp
-        with fused_rotary(self._model) if self._fused else nullcontext(), CatchSdpa(), clock:
-            yield
+        try:
+            with fused_rotary(self._model) if self._fused else nullcontext(), CatchSdpa(), clock:
+                yield
+        finally:
+            ATTENTION.sp = 1  # of all models
 
     @lru_cache(maxsize=512)  # noqa: B019
     def _forward(self, kind: int, length: int) -> Clock:
