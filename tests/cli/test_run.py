@@ -228,7 +228,7 @@ def late(*arguments, wait=signal.sigtimedwait):
     return wait(*arguments)
 
 signal.sigtimedwait = late
-sys.exit(main.main(["run", "sh", "-c", "exit 3"]))
+sys.exit(main.main(["run", "sh", "-c", "sleep 1; exit 3"]))
 """
 
 
