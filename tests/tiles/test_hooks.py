@@ -40,10 +40,9 @@ def count_hooks(model: nn.Module, count: Counter[str]) -> None:
     next(layers_of(model)[0].parameters()).register_hook(lambda gradient: gradient * 0.5)
 
 
-@pytest.mark.parametrize("name", everyday(["llama", "plain"], ["plain"]))
-def test_hooks_of_a_parameter_are_called_once_for_each_backward(name: str) -> None:
+def test_hooks_of_a_parameter_are_called_once_for_each_backward() -> None:
     count: Counter[str] = Counter()
-    with attached(tiled := small(name)) as handle:
+    with attached(tiled := small("plain")) as handle:
         stock = copy.deepcopy(tiled)
         count_hooks(tiled, count)
         next(layers_of(stock)[0].parameters()).register_hook(lambda gradient: gradient * 0.5)
@@ -81,14 +80,6 @@ def test_hooks_of_a_layer_are_called_once_and_see_all_tokens() -> None:
         step(tiled, BATCH)
         assert seen == [(what, (2, 23, HIDDEN)) for what in ("before", "after", "backward begins", "backward ends")]
         assert_was_tiled(handle.report())
-
-
-@pytest.mark.slow
-def test_a_hook_that_changes_a_layers_input_and_output() -> None:
-    tiled = toy()
-    layers_of(tiled)[0].register_forward_pre_hook(lambda module, args: (args[0] * 1.5, *args[1:]))
-    layers_of(tiled)[1].register_forward_hook(lambda module, args, output: output * 0.5)
-    assert_was_tiled(compare(tiled, drive))
 
 
 # ---- a gradient that others hold
@@ -234,7 +225,7 @@ def test_hidden_states_changed_in_front_of_the_backward_are_refused() -> None:
             output.sum().backward()
 
 
-@pytest.mark.parametrize("name", everyday(["llama", "gpt2", "mixtral", "plain"], ["plain"]))
+@pytest.mark.parametrize("name", everyday(["mixtral", "plain"], ["plain"]))
 def test_parameters_get_their_gradients_in_the_order_of_a_whole_layer(name: str) -> None:
     """ZeRO reduces gradients in the order in which they come, and a rank with a short batch runs its layers whole."""
 

@@ -23,13 +23,6 @@ from tests.tiles.rig import (
 )
 
 
-def test_frozen_parameters() -> None:
-    tiled = small("llama")
-    for name, parameter in tiled.named_parameters():
-        parameter.requires_grad_("norm" not in name and "q_proj" not in name and "down_proj" not in name)
-    assert_was_tiled(compare(tiled, drive, alpha=1.0))
-
-
 @pytest.mark.parametrize("frozen", [0, 1])
 def test_a_frozen_layer(frozen: int) -> None:
     def ask(model: nn.Module, number: int) -> Outcome:
@@ -57,23 +50,6 @@ def test_layers_to_which_no_backward_comes_keep_nothing(settings: dict[str, Any]
     assert_was_tiled(frozen, layers=3)
     assert frozen["stored_bytes_per_layer"] == [0, 0, trained["stored_bytes_per_layer"][2]]
     assert frozen["bytes_to_host"] == (0 if "resident_layers" in settings else trained["bytes_to_host"] // 3)
-
-
-@pytest.mark.slow
-def test_a_parameter_without_a_gradient_has_none() -> None:
-    class Unused(Block):
-        def __init__(self) -> None:
-            super().__init__()
-            self.never = nn.Linear(HIDDEN, HIDDEN)
-
-    assert_was_tiled(compare(toy(Unused), drive))
-
-
-@pytest.mark.slow
-def test_layers_that_share_parameters() -> None:
-    tiled = toy()
-    tiled.blocks[1].up, tiled.blocks[1].norm1 = tiled.blocks[0].up, tiled.blocks[0].norm1
-    assert_was_tiled(compare(tiled, drive))
 
 
 def test_one_weight_under_two_names_in_a_layer() -> None:
