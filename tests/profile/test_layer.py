@@ -33,8 +33,7 @@ def call(module: nn.Module, dtype: torch.dtype = torch.float32) -> LayerCall:
     return LayerCall(Layer(0, "blocks.0", module), module, (torch.randn(BATCH, LENGTH, HIDDEN, dtype=dtype),), {})
 
 
-@pytest.mark.parametrize("length", [LENGTH, 20])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("length, dtype", [(LENGTH, torch.float32), (20, torch.bfloat16)])
 def test_sizes_and_work_of_a_block(length: int, dtype: torch.dtype) -> None:
     tokens, size = BATCH * length, dtype.itemsize
     sample = measure(call(Block().to(dtype), dtype), length, CPU)
