@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import types
 from contextlib import suppress
 from typing import Any
 
@@ -174,11 +173,10 @@ def test_calls_of_ds_memo_checkpoint() -> None:
     """A model that hands its layers to memo itself."""
 
     class Checkpoints(Toy):
-        def forward(self, inputs_embeds: torch.Tensor, labels: torch.Tensor) -> Any:
-            x = inputs_embeds
+        def run_blocks(self, x: torch.Tensor) -> torch.Tensor:
             for block in self.blocks:
                 x = ds_memo.checkpoint(block, x) if self.ours else block(x)
-            return types.SimpleNamespace(loss=self.head(x).square().mean())
+            return x
 
         ours = False
 
