@@ -172,9 +172,7 @@ def test_what_else_is_checkpointed_beside_the_layers(tmp_path: Path) -> None:
 
     class Headed(Toy):
         def forward(self, inputs_embeds: torch.Tensor, labels: torch.Tensor) -> types.SimpleNamespace:
-            x = inputs_embeds
-            for block in self.blocks:
-                x = block(x)
+            x = self.run_blocks(inputs_embeds)
             logits = ds_memo.checkpoint(self.head, x) if self.checkpoints else self.head(x)
             return types.SimpleNamespace(loss=F.cross_entropy(logits.flatten(0, 1), labels.flatten()))
 
@@ -201,9 +199,7 @@ def test_batches_that_are_objects(kind: str, tmp_path: Path) -> None:
         def forward(self, batch: Any) -> types.SimpleNamespace:
             batch = batch() if callable(batch) else batch
             x, labels = (batch["x"], batch["y"]) if isinstance(batch, BatchEncoding) else (batch.x, batch.y)
-            for block in self.blocks:
-                x = block(x)
-            return types.SimpleNamespace(loss=F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten()))
+            return super().forward(x, labels)
 
     def wrap(batch: Batch) -> Any:
         inside = types.SimpleNamespace(x=batch.embeds, y=batch.labels)
@@ -246,11 +242,10 @@ def test_a_model_of_which_only_parts_are_called(tmp_path: Path) -> None:
 
 def test_functions_of_no_module(tmp_path: Path) -> None:
     class Closures(Toy):
-        def forward(self, inputs_embeds: torch.Tensor, labels: torch.Tensor) -> types.SimpleNamespace:
-            x = inputs_embeds
+        def run_blocks(self, x: torch.Tensor) -> torch.Tensor:
             for block in self.blocks:
                 x = ds_memo.checkpoint(lambda x, block=block: block(x), x) if self.checkpoints else block(x)
-            return types.SimpleNamespace(loss=F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten()))
+            return x
 
     torch.manual_seed(0)
     model = Closures(layers=3)

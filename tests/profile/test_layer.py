@@ -23,6 +23,7 @@ from ds_memo.profile.live import LiveBytes
 from ds_memo.profile.stopwatch import REPEATS, Stopwatch
 from ds_memo.remat.checkpoint import Layer
 from tests.models import HIDDEN, Block
+from tests.tiles.test_probe import TilesItsMLP
 
 CPU = torch.device("cpu")
 BATCH, LENGTH = 2, 50
@@ -175,34 +176,8 @@ def test_nothing_is_left() -> None:
     assert count.live == 0
 
 
-class Tiled(torch.autograd.Function):
-    """Like DeepSpeed's TiledMLP: a backward that runs backwards inside, which add to parameters' gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, run: Any, x: torch.Tensor, *parameters: nn.Parameter) -> torch.Tensor:
-        ctx.run = run
-        ctx.save_for_backward(x)
-        with torch.no_grad():
-            return torch.cat([run(part) for part in x.chunk(2, dim=1)], dim=1)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple:
-        (x,) = ctx.saved_tensors
-        x = x.detach().requires_grad_()
-        for part, of_part in zip(x.chunk(2, dim=1), grad.chunk(2, dim=1), strict=True):
-            with torch.enable_grad():
-                out = ctx.run(part)
-            torch.autograd.backward(out, of_part)
-        return None, x.grad, *[None] * (len(ctx.needs_input_grad) - 2)
-
-
-class TiledFeed(Block):
-    def feed(self, x: torch.Tensor) -> torch.Tensor:
-        return Tiled.apply(super().feed, x, *self.up.parameters(), *self.down.parameters())
-
-
 def test_a_backward_that_adds_to_gradients_by_itself() -> None:
-    module, reduced = TiledFeed(), []
+    module, reduced = TilesItsMLP(), []
     before = dict(module.named_parameters())
     for parameter in module.parameters():
         parameter.register_post_accumulate_grad_hook(lambda parameter: reduced.append(parameter))

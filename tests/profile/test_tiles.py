@@ -107,17 +107,8 @@ def test_smaller_tiles_are_never_shorter(samples: tuple[TileSample, ...]) -> Non
     assert seconds == sorted(seconds)
 
 
-class Convolution(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.mix = nn.Conv1d(16, 16, 3, padding=1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.mix(x.mT).mT
-
-
 def test_a_layer_that_cannot_be_tiled_says_why() -> None:
-    layer = Convolution()
+    layer = nn.Linear(16, 16)
     call = LayerCall(Layer(0, "layer 0", layer), layer.forward, (torch.randn(1, 512, 16, requires_grad=True),), {})
     with pytest.raises(CannotTile, match="attention"):
         measure_in_tiles(call, (256, 512), CPU)
