@@ -19,7 +19,6 @@ from ds_memo.profile.kinds import kinds_of
 from ds_memo.remat.checkpoint import Layer
 from tests.autotune.test_kinds import assert_as_predicted, attached, batch, encoder_and_decoder, outcome
 from tests.distributed_harness.common import ON_CPU, DistributedTest
-from tests.everyday import everyday
 from tests.models import assert_same, compare_with_stock
 
 LENGTHS = [(120, 40), (240, 40), (60, 40), (40, 120), (200, 200), (90, 200), (240, 16)]
@@ -43,9 +42,9 @@ def inputs(encoder: int, decoder: int) -> dict[str, torch.Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::ds_memo.errors.MemoWarning")  # T5 has attention materialised
-@pytest.mark.parametrize("config", [{"alpha": 0.5, "resident_layers": 1}, {"alpha": 0.0, "resident_layers": 0}], ids=str)
 @pytest.mark.parametrize("build", [encoder_and_decoder, t5])
-def test_gradients_with_what_is_configured(build: Callable[[], nn.Module], config: dict[str, Any]) -> None:
+def test_gradients_with_what_is_configured(build: Callable[[], nn.Module]) -> None:
+    config = {"alpha": 0.5, "resident_layers": 1}
     report = compare_with_stock(
         build(), lambda model, number: outcome(model, inputs(*LENGTHS[number])), config, steps=len(LENGTHS)
     )
@@ -53,19 +52,18 @@ def test_gradients_with_what_is_configured(build: Callable[[], nn.Module], confi
     assert not any("profile" in warning for warning in report["warnings"])
 
 
-@pytest.mark.parametrize("memo", everyday([{}, {"alpha": 0.5}, {"resident_layers": 1}], [{}]), ids=str)
-def test_without_a_profile(memo: dict[str, Any], tmp_path: Path) -> None:
+def test_without_a_profile(tmp_path: Path) -> None:
     """It is said once, it shows in the report, and gradients are stock's."""
     model = encoder_and_decoder()
     stock = copy.deepcopy(model)
-    handle = ds_memo.attach(model, {"enabled": True, "plan": {"enabled": False}, "cache_dir": str(tmp_path), **memo})
+    handle = ds_memo.attach(model, {"enabled": True, "plan": {"enabled": False}, "cache_dir": str(tmp_path)})
     with pytest.warns(ds_memo.MemoWarning) as said:
         for lengths in LENGTHS:
             assert_same(outcome(model, inputs(*lengths)), outcome(stock, inputs(*lengths)))
     report = handle.report()
     assert report["warnings"] == [str(warning.message) for warning in said] == [REFUSAL]
     assert report["profile"] is None and report["predicted"] is None and report["bytes_to_host"] and report["checkpointing"]
-    assert memo.items() <= report.items() and not [*tmp_path.glob("profiles/*")]
+    assert not [*tmp_path.glob("profiles/*")]
     handle.detach()
 
 

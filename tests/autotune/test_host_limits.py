@@ -36,20 +36,15 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def limit(tree: Path, version: int, room: int) -> None:
+def limit(tree: Path, room: int) -> None:
     """Leave `room` bytes in the cgroup: 1 GiB is in use, a quarter of it page cache."""
     used, cache = 106 * MIB, 256 * MIB
-    if version == 1:
-        folder, line = tree / "sys/fs/cgroup/memory/job", "4:cpu:/x\n7:memory:/job\n"
-        names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-    else:
-        folder, line = tree / "sys/fs/cgroup/job", "0::/job\n"
-        names = ("memory.max", "memory.current", "inactive_file")
+    folder = tree / "sys/fs/cgroup/job"
     folder.mkdir(parents=True, exist_ok=True)
-    (tree / "proc/self/cgroup").write_text(line)
-    (folder / names[0]).write_text(f"{room + used - cache}\n")
-    (folder / names[1]).write_text(f"{used}\n")
-    (folder / "memory.stat").write_text(f"anon 5\n{names[2]} {cache}\n")
+    (tree / "proc/self/cgroup").write_text("0::/job\n")
+    (folder / "memory.max").write_text(f"{room + used - cache}\n")
+    (folder / "memory.current").write_text(f"{used}\n")
+    (folder / "memory.stat").write_text(f"anon 5\ninactive_file {cache}\n")
 
 
 def room_for(budget: int) -> int:
@@ -72,16 +67,15 @@ def trained(**more: Any) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("version", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_a_low_cgroup_is_kept_to_the_byte(tree: Path, version: int) -> None:
-    limit(tree, version, 106 * MIB)
+def test_a_low_cgroup_is_kept_to_the_byte(tree: Path) -> None:
+    limit(tree, 106 * MIB)
     whole = trained()
     assert whole["alpha"] == 1.0 and whole["checkpointing"]
     needed = whole["host"]["slab"]
     assert needed % PAGE == 0
     alphas = []
     for budget in (needed, needed - 1, needed * 3 // 4, needed // 2, needed // 3):
-        limit(tree, version, room_for(budget))
+        limit(tree, room_for(budget))
         host = (report := trained())["host"]
         assert host["budget"] == budget
         assert host["peak_used"] <= host["slab"] <= host["budget"]
@@ -91,25 +85,15 @@ def test_a_low_cgroup_is_kept_to_the_byte(tree: Path, version: int) -> None:
     assert alphas == sorted(alphas, reverse=True) and alphas[-1] < 0.5
 
 
-@pytest.mark.parametrize("version", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_no_room_is_an_error_before_the_first_layer(tree: Path, version: int) -> None:
-    limit(tree, version, 3 * PAGE)
+def test_no_room_is_an_error_before_the_first_layer(tree: Path) -> None:
+    limit(tree, 3 * PAGE)
     with pytest.raises(NothingFits, match=r"the inputs of 4 layers that the host has no room for.* GiB are missing"):
         trained(device_memory_gib=1e-4)
     assert trained()["layers_without_gemms"] == [0, 1, 2, 3]  # with what the device has to give
 
 
-def test_ranks_share_what_the_cgroup_leaves(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    limit(tree, 2, 106 * MIB)
-    needed = trained()["host"]["slab"]
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    limit(tree, 2, room_for(4 * needed - 4))
-    host = trained()["host"]
-    assert host["peak_used"] <= host["slab"] <= host["budget"] == needed - 1
-
-
 def test_models_of_one_process_share_what_there_is(tree: Path) -> None:
-    limit(tree, 2, room := 106 * MIB)
+    limit(tree, room := 106 * MIB)
     handles = [ds_memo.attach(build("llama"), SWAPPED) for _ in range(2)]
     handles += [ds_memo.attach(build("llama"), SWAPPED | {"host_memory_gib": 0.03125}) for _ in range(2)]
     with pytest.warns(ds_memo.MemoWarning, match=r"may still take 0\.0312 GiB, and leave 0\.0\d+ GiB of host memory to this one"):
@@ -125,9 +109,9 @@ def test_models_of_one_process_share_what_there_is(tree: Path) -> None:
 
 
 def test_more_is_not_taken_than_the_cgroup_has_whatever_is_configured(tree: Path) -> None:
-    limit(tree, 2, 106 * MIB)
+    limit(tree, 106 * MIB)
     needed = trained()["host"]["slab"]
-    limit(tree, 2, needed - 1)
+    limit(tree, needed - 1)
     host = trained(host_memory_gib=64.0)["host"]
     assert host["peak_used"] <= host["slab"] <= host["budget"] == needed - 1
 

@@ -24,6 +24,8 @@ from tests.models import Batch, Toy, assert_same, assert_same_grads, build, grad
 HEAD = 600 << 10
 """Bytes of logits and loss of one forward, which only a log of planned addresses would show."""
 BATCH = Batch.random(2, 512)
+ROUNDING = 1e-4
+"""Rows that are computed apart differ in their last bits."""
 
 
 class Shared(Toy):
@@ -73,9 +75,7 @@ def test_all_calls_are_solved_for(layers: int, calls: int, forwards: int, device
     handle = attached(model, tmp_path, device_memory_gib=device_mib / 1024)
     before = handle.report()["host"]["peak_used"]
     for number, (peak, got) in enumerate(steps(model, 3, forwards)):
-        assert got.keys() == want.keys()
-        for name, gradient in got.items():  # rows that are computed apart differ in their last bits
-            assert torch.allclose(gradient, want[name], rtol=1e-4, atol=1e-6), name
+        assert_same_grads(got, want, ROUNDING)
         if number:
             report = handle.report()
             assert report["profile"]["calls"] == calls * forwards
@@ -113,8 +113,7 @@ def test_a_host_for_the_frames_of_one_call(tmp_path: Path) -> None:
     alone.detach()
     handle = attached(model, tmp_path, device_memory_gib=5 / 1024, host_memory_gib=3 * of_one / GIB)
     for _, got in steps(model, 3):
-        for name, gradient in got.items():
-            assert torch.allclose(gradient, want[name], rtol=1e-4, atol=1e-6), name
+        assert_same_grads(got, want, ROUNDING)
     assert "solved for 8 calls" in handle.report()["profile"]["changes"][0]
     assert "8 calls of 1 layers" in str(handle.report())
     handle.detach()
@@ -126,8 +125,7 @@ def test_with_planned_addresses(tmp_path: Path) -> None:
     want = steps(copy.deepcopy(model), 1)[0][1]
     handle = attached(model, tmp_path, device_memory_gib=8 / 1024, plan={})
     for _, got in steps(model, 6):
-        for name, gradient in got.items():
-            assert torch.allclose(gradient, want[name], rtol=1e-4, atol=1e-6), name
+        assert_same_grads(got, want, ROUNDING)
     plan = handle.report()["plan"]
     assert plan["hits"] > 100 and not any(plan["misses"].values())
     handle.detach()
@@ -174,9 +172,7 @@ def test_what_else_is_checkpointed_beside_the_layers(tmp_path: Path) -> None:
 
     class Headed(Toy):
         def forward(self, inputs_embeds: torch.Tensor, labels: torch.Tensor) -> types.SimpleNamespace:
-            x = inputs_embeds
-            for block in self.blocks:
-                x = block(x)
+            x = self.run_blocks(inputs_embeds)
             logits = ds_memo.checkpoint(self.head, x) if self.checkpoints else self.head(x)
             return types.SimpleNamespace(loss=F.cross_entropy(logits.flatten(0, 1), labels.flatten()))
 
@@ -189,8 +185,7 @@ def test_what_else_is_checkpointed_beside_the_layers(tmp_path: Path) -> None:
     with pytest.warns(ds_memo.MemoWarning, match="Linear is not among the 3 layers that were solved for"):
         seen = steps(model, 3)
     for _, got in seen:
-        for name, gradient in got.items():
-            assert torch.allclose(gradient, want[name], rtol=1e-4, atol=1e-6), name
+        assert_same_grads(got, want, ROUNDING)
     assert handle.report()["stored_bytes_per_layer"][3] > 0
     handle.detach()
 
@@ -204,9 +199,7 @@ def test_batches_that_are_objects(kind: str, tmp_path: Path) -> None:
         def forward(self, batch: Any) -> types.SimpleNamespace:
             batch = batch() if callable(batch) else batch
             x, labels = (batch["x"], batch["y"]) if isinstance(batch, BatchEncoding) else (batch.x, batch.y)
-            for block in self.blocks:
-                x = block(x)
-            return types.SimpleNamespace(loss=F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten()))
+            return super().forward(x, labels)
 
     def wrap(batch: Batch) -> Any:
         inside = types.SimpleNamespace(x=batch.embeds, y=batch.labels)
@@ -242,19 +235,17 @@ def test_a_model_of_which_only_parts_are_called(tmp_path: Path) -> None:
     got = inner(model)
     with pytest.warns(ds_memo.MemoWarning, match="a training forward of LlamaForCausalLM itself never did"):
         optimizer.step()
-    for name, gradient in inner(stock).items():
-        assert gradient is got[name] is None or torch.allclose(gradient, got[name], rtol=1e-4, atol=1e-6), name
+    assert_same_grads(got, inner(stock), ROUNDING)
     assert handle.report()["tokens_per_s"] is None
     handle.detach()
 
 
 def test_functions_of_no_module(tmp_path: Path) -> None:
     class Closures(Toy):
-        def forward(self, inputs_embeds: torch.Tensor, labels: torch.Tensor) -> types.SimpleNamespace:
-            x = inputs_embeds
+        def run_blocks(self, x: torch.Tensor) -> torch.Tensor:
             for block in self.blocks:
                 x = ds_memo.checkpoint(lambda x, block=block: block(x), x) if self.checkpoints else block(x)
-            return types.SimpleNamespace(loss=F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten()))
+            return x
 
     torch.manual_seed(0)
     model = Closures(layers=3)

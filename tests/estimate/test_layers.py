@@ -46,7 +46,7 @@ def really(config: dict, folder: Path) -> LayerSample:
         memo.detach()
 
 
-@pytest.mark.parametrize("name", everyday(AS_ON_A_CPU, ["llama"]))
+@pytest.mark.parametrize("name", everyday(AS_ON_A_CPU, ["llama"], slow=["gpt2", "gemma3", "qwen3_moe"]))
 def test_bytes_are_those_of_a_real_layer(name: str, tmp_path: Path) -> None:
     """Kept bytes, what autograd saves, and all peaks: within 3 %."""
     real, found = really(SMALL[name], tmp_path), small(name).measured._sample(0, 1024, 1, H100)
@@ -83,7 +83,7 @@ def test_parts_in_tiles_are_those_in_the_emulator(llama: Model, monkeypatch: pyt
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "groups", "units"), [(8, 1, 8.03), (8, 2, 7.53), (8, 4, 5.78), (4, 2, 7.27), (4, 8, 5.15)])
+@pytest.mark.parametrize(("ranks", "groups", "units"), [(8, 1, 8.03), (8, 4, 5.78), (4, 8, 5.15)])
 def test_attention_under_ulysses_is_that_of_rehearsals(llama: Model, ranks: int, groups: int, units: float) -> None:
     """Measured with 524,288 tokens a rank: the forward, without frames."""
     for sample in llama.measured._in_tiles(0, ranks, H100):
@@ -116,7 +116,9 @@ def test_between_two_samples_all_is_as_measured(llama: Model) -> None:
     assert (asked.forward_s, asked.backward_s) == pytest.approx((exact.forward_s, exact.backward_s), rel=0.01)
 
 
-@pytest.mark.parametrize("name", everyday(SMALL, ["deepseek_v3", "gpt_oss", "qwen2_5_vl"]))
+@pytest.mark.parametrize(
+    "name", everyday(SMALL, ["deepseek_v3", "gpt_oss", "qwen2_5_vl"], slow=["gpt2", "qwen3_moe", "qwen3_next"])
+)
 def test_every_model_gets_an_answer(name: str) -> None:
     answer = estimate(Question(small(name), H100, 1, 2048, tile_tokens=0))
     assert answer.status == "ok" and 0 < answer.mfu < 1 and len(answer.placements) == small(name).layers

@@ -9,10 +9,9 @@ import pytest
 from ds_memo.cli import main as cli
 from ds_memo.estimate.hardware import load
 from ds_memo.profile.json_file import to_json
-from ds_memo.profile.layer_sample import LayerSample
 from ds_memo.profile.sample import LayerProfile, Profile
-from ds_memo.solve.costs import Output
 from tests.command import complaint
+from tests.profile.samples import make_sample
 
 GPT = str(Path(__file__).parents[2] / "ds_configs" / "models" / "gpt-7b.json")
 
@@ -20,35 +19,8 @@ GPT = str(Path(__file__).parents[2] / "ds_configs" / "models" / "gpt-7b.json")
 def profile(
     layers: int, slower: float = 1.0, link: float = 20e9, ranks_per_sequence: int = 8, key: dict | None = None
 ) -> Profile:
-    def sample(length: int) -> LayerSample:
-        hidden = 2 * 4096
-        return LayerSample(
-            batch=1,
-            length=length,
-            forward_s=slower * (1e-6 * length + 1e-11 * length**2),
-            attention_s=slower * 1e-11 * length**2,
-            backward_s=slower * (2e-6 * length + 2.5e-11 * length**2),
-            attention_backward_s=slower * 2.5e-11 * length**2,
-            replay_s=slower * 1e-7 * length,
-            gemm_s=slower * 6e-7 * length,
-            all_gemms_s=slower * 9e-7 * length,
-            gemm_flops=1,
-            attention_flops=1,
-            no_recompute_bytes=16 * hidden * length,
-            working_bytes=20 * hidden * length,
-            working_bytes_at_0=20 * hidden * length + 8 * hidden * length,
-            working_bytes_without_attention=20 * hidden * length + 8 * hidden * length,
-            forward_bytes=20 * hidden * length,
-            forward_bytes_at_0=20 * hidden * length,
-            outputs=(
-                Output("input", length, hidden, 0.0),
-                Output("attention", length, hidden, 0.5),
-                Output("gemm", length, 8 * hidden, 0.9),
-            ),
-        )
-
-    kind = LayerProfile("layer 0", (sample(1024), sample(2048)))
-    return Profile(key or {}, "fit", (kind,), (0,) * layers, link, link, 8, ranks_per_sequence)
+    samples = tuple(make_sample(length, slower=slower, hidden=2 * 4096) for length in (1024, 2048))
+    return Profile(key or {}, "fit", (LayerProfile("layer 0", samples),), (0,) * layers, link, link, 8, ranks_per_sequence)
 
 
 def ask(capsys, path: Path, *words: str) -> dict:
@@ -71,7 +43,7 @@ def test_its_times_and_link_are_used(capsys, tmp_path):
     once, twice = ask(capsys, fast), ask(capsys, slow)
     layers = {name: twice["parts"]["step_s"][name] / once["parts"]["step_s"][name] for name in ("forward", "backward")}
     assert layers == pytest.approx({"forward": 2.0, "backward": 2.0})
-    assert once["parts"]["step_s"]["forward"] == pytest.approx(32 * (1e-6 * 65536 + 1e-11 * 65536**2), rel=0.02)
+    assert once["parts"]["step_s"]["forward"] == pytest.approx(32 * (1.2e-6 * 65536 + 1e-10 * 65536**2), rel=0.02)
     wide = tmp_path / "wide.json"
     wide.write_text(to_json(profile(32, link=2e9)))
     assert ask(capsys, wide)["mfu"] < once["mfu"]
@@ -80,9 +52,9 @@ def test_its_times_and_link_are_used(capsys, tmp_path):
 def test_one_ranks_profile_stands_for_ranks_that_share_a_sequence(capsys, tmp_path):
     """Attention covers the full sequence, and the formula adds the exchange between ranks."""
     alone = tmp_path / "alone.json"
-    alone.write_text(to_json(profile(32, ranks_per_sequence=1)))
+    alone.write_text(to_json(profile(32, slower=0.1, ranks_per_sequence=1)))
     there = ask(capsys, alone, "--sp", "8")["parts"]["step_s"]["forward"]
-    computed = 32 * (1e-6 * 65536 + 8 * 1e-11 * 65536**2)
+    computed = 0.1 * 32 * (1.2e-6 * 65536 + 8 * 1e-10 * 65536**2)
     sent = 32 * (4 * 2 * 65536 * 4096 / 8) * 7 / load("a800").intra_node
     assert there == pytest.approx(computed + sent, rel=1e-3)
 

@@ -50,7 +50,7 @@ def test_more_of_a_machine_is_never_slower(question, name):
         assert after.step_s <= before.step_s * (1 + 2e-4)  # ds_memo.solve rounds alpha down
 
 
-@pytest.mark.parametrize("name", everyday(OF_LAYERS, ["gemm_efficiency"]))
+@pytest.mark.parametrize("name", everyday(OF_LAYERS, ["gemm_efficiency"], slow=["intra_node"]))
 def test_faster_kernels_and_links_are_never_slower(name):
     question = Question(MODELS[1], hardware.load("a800"), 8, 128 * KI, tile_tokens=0)
     assert ask(faster(question, name)).step_s < ask(question).step_s

@@ -6,6 +6,7 @@ import pytest
 
 from ds_memo.swap.engine import SwapEngine
 from tests.estimate.threaded import Configuration, clear_configurations, measured_events, mismatch, predicted_events
+from tests.everyday import everyday
 
 TRIES = 4
 """A busy machine wakes a sleeper late now and then."""
@@ -20,10 +21,7 @@ def agree(configuration: Configuration, engine: type[SwapEngine] = SwapEngine, t
     return wrong
 
 
-@pytest.mark.parametrize(
-    "seed",
-    [pytest.param(seed, marks=pytest.mark.slow if number % 3 else ()) for number, seed in enumerate(clear_configurations())],
-)
+@pytest.mark.parametrize("seed", everyday(clear_configurations(), clear_configurations()[::3], slow=[]))
 def test_the_order_of_events_is_the_real_engines(seed):
     assert agree(Configuration.random(seed)) is None
 

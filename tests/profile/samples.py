@@ -11,15 +11,21 @@ HIDDEN = 2 * 64
 
 
 def make_sample(
-    length: int = 1024, batch: int = 1, working: int = 20 * HIDDEN, overhead: float = 0.0, slower: float = 1.0
+    length: int = 1024,
+    batch: int = 1,
+    working: int | None = None,
+    overhead: float = 0.0,
+    slower: float = 1.0,
+    hidden: int = HIDDEN,
 ) -> LayerSample:
     """A sample with times a + b·t, attention b·t + c·t·s, bytes b·t.
 
     Args:
-        working: bytes per token.
+        working: bytes per token; by default 20 hidden states.
         overhead: seconds added to each time.
+        hidden: bytes of one token's hidden states.
     """
-    tokens = batch * length
+    tokens, working = batch * length, 20 * hidden if working is None else working
     attention = slower * (2e-7 * tokens + 1e-10 * tokens * length)
     rest = overhead + slower * 1e-6 * tokens
 
@@ -38,17 +44,17 @@ def make_sample(
         all_gemms_s=slower * 9e-7 * tokens,
         gemm_flops=1000 * tokens,
         attention_flops=10 * tokens * length,
-        no_recompute_bytes=16 * HIDDEN * tokens,
+        no_recompute_bytes=16 * hidden * tokens,
         working_bytes=working * tokens,
-        working_bytes_at_0=working * tokens + 8 * HIDDEN * tokens,
-        working_bytes_without_attention=working * tokens + 8 * HIDDEN * tokens,
+        working_bytes_at_0=working * tokens + 8 * hidden * tokens,
+        working_bytes_without_attention=working * tokens + 8 * hidden * tokens,
         forward_bytes=working * tokens,
         forward_bytes_at_0=working * tokens,
         outputs=(
-            Output("input", 1, HIDDEN * tokens, 0.0),
-            Output("gemm", tokens, 3 * HIDDEN, born(0.2, False)),
-            Output("attention", 1, HIDDEN * tokens, born(0.5, True)),
-            Output("gemm", tokens, 5 * HIDDEN, born(0.9, True)),
+            Output("input", 1, hidden * tokens, 0.0),
+            Output("gemm", tokens, 3 * hidden, born(0.2, False)),
+            Output("attention", 1, hidden * tokens, born(0.5, True)),
+            Output("gemm", tokens, 5 * hidden, born(0.9, True)),
         ),
     )
 

@@ -6,7 +6,6 @@ import gc
 import os
 import threading
 import time
-from typing import ClassVar
 
 import pytest
 import torch
@@ -86,33 +85,23 @@ def _no():
     raise MemoError("no")
 
 
-class Slow(ThreadStreams):
-    """A link with a rate per direction, in bytes per second."""
+class Throttled(ThreadStreams):
+    """Copies over a slow link: each takes its bytes over the bandwidth, on its own thread."""
 
-    RATE: ClassVar[dict[str, float]] = {}
+    def __init__(self, d2h_bytes_per_s, h2d_bytes_per_s):
+        super().__init__()
+        self._rates = {D2H: d2h_bytes_per_s, H2D: h2d_bytes_per_s}
 
-    @staticmethod
-    def _work(name, work, failures):
-        def slowed(call):
-            def run(*args):
-                if call is not None and args and isinstance(args[0], list):
-                    time.sleep(sum(src.numel() for _, src in args[0]) / Slow.RATE[name])
-                call(*args)
-
-            return run
-
-        class Queue:
-            def get(self):
-                item = work.get()
-                return item if item is None else (slowed(item[0]), *item[1:])
-
-        ThreadStreams._work(name, Queue(), failures)
+    def _hand_over(self, stream):
+        nbytes = sum(src.nbytes for _, src in self._copies[stream])
+        super()._hand_over(stream)
+        if nbytes:
+            self._queues[stream].put((time.sleep, nbytes / self._rates[stream]))
 
 
 def test_each_direction_has_its_own_rate(monkeypatch):
     """Each direction of a throttled link is measured at its own rate."""
-    Slow.RATE = {D2H: 40e6, H2D: 800e6}
-    monkeypatch.setattr(bandwidth, "streams_for", lambda device: Slow())
+    monkeypatch.setattr(bandwidth, "streams_for", lambda device: Throttled(40e6, 800e6))
     d2h, h2d = measure_bandwidth(CPU, 1 << 30, chunk=1 << 16)
     assert d2h <= 40e6 and h2d <= 800e6  # a sleep is never too short; how much longer depends on the machine
     assert h2d > d2h

@@ -23,6 +23,7 @@ from ds_memo.profile.live import LiveBytes
 from ds_memo.profile.stopwatch import REPEATS, Stopwatch
 from ds_memo.remat.checkpoint import Layer
 from tests.models import HIDDEN, Block
+from tests.tiles.test_probe import TilesItsMLP
 
 CPU = torch.device("cpu")
 BATCH, LENGTH = 2, 50
@@ -33,8 +34,7 @@ def call(module: nn.Module, dtype: torch.dtype = torch.float32) -> LayerCall:
     return LayerCall(Layer(0, "blocks.0", module), module, (torch.randn(BATCH, LENGTH, HIDDEN, dtype=dtype),), {})
 
 
-@pytest.mark.parametrize("length", [LENGTH, 20])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("length, dtype", [(LENGTH, torch.float32), (20, torch.bfloat16)])
 def test_sizes_and_work_of_a_block(length: int, dtype: torch.dtype) -> None:
     tokens, size = BATCH * length, dtype.itemsize
     sample = measure(call(Block().to(dtype), dtype), length, CPU)
@@ -176,34 +176,8 @@ def test_nothing_is_left() -> None:
     assert count.live == 0
 
 
-class Tiled(torch.autograd.Function):
-    """Like DeepSpeed's TiledMLP: a backward that runs backwards inside, which add to parameters' gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, run: Any, x: torch.Tensor, *parameters: nn.Parameter) -> torch.Tensor:
-        ctx.run = run
-        ctx.save_for_backward(x)
-        with torch.no_grad():
-            return torch.cat([run(part) for part in x.chunk(2, dim=1)], dim=1)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple:
-        (x,) = ctx.saved_tensors
-        x = x.detach().requires_grad_()
-        for part, of_part in zip(x.chunk(2, dim=1), grad.chunk(2, dim=1), strict=True):
-            with torch.enable_grad():
-                out = ctx.run(part)
-            torch.autograd.backward(out, of_part)
-        return None, x.grad, *[None] * (len(ctx.needs_input_grad) - 2)
-
-
-class TiledFeed(Block):
-    def feed(self, x: torch.Tensor) -> torch.Tensor:
-        return Tiled.apply(super().feed, x, *self.up.parameters(), *self.down.parameters())
-
-
 def test_a_backward_that_adds_to_gradients_by_itself() -> None:
-    module, reduced = TiledFeed(), []
+    module, reduced = TilesItsMLP(), []
     before = dict(module.named_parameters())
     for parameter in module.parameters():
         parameter.register_post_accumulate_grad_hook(lambda parameter: reduced.append(parameter))

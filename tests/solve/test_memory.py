@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from ds_memo.placement import PlacementKind
 from ds_memo.solve.kinds import place
 from ds_memo.solve.memory import PARTS, bytes_of_layers, device_bytes, device_bytes_by_part
 from ds_memo.solve.solver import solve
+from tests.placements import swapped_at
 from tests.solve.runs import random_run, run
 from tests.solve.test_tiles import LAYERS, UNIT, WHOLE, all_parts_alike, tiled
 
@@ -53,6 +56,7 @@ def test_tiles() -> None:
     parts = device_bytes_by_part(run(differs, LAYERS), place(LAYERS, 0), 0.0)
     moving = costs.attention_bytes + costs.smallest_frame_bytes * 2 // 8
     assert (parts["frames"], parts["reload_buffers"], parts["layer"]) == (0, moving, costs.working.backward)
+    assert differs.host_bytes(swapped_at(0.0)) == pytest.approx(even.host_bytes(swapped_at(0.0)), rel=0.01)
     parts = device_bytes_by_part(run(costs, LAYERS), [PlacementKind.GEMMS_RECOMPUTED] * LAYERS, 0.0)
     assert (parts["frames"], parts["reload_buffers"]) == (LAYERS * costs.small_frame_bytes, 0)
 

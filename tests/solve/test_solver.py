@@ -14,15 +14,15 @@ from benchmarks.paper_alpha import paper_alpha
 from ds_memo.errors import MemoError
 from ds_memo.placement import spread
 from ds_memo.solve.alpha import ALPHA_STEPS, best_alpha
-from ds_memo.solve.costs import ALIGN, PAGE, LayerCosts, RunCosts
+from ds_memo.solve.costs import ALIGN, PAGE, RunCosts
 from ds_memo.solve.kinds import place
 from ds_memo.solve.memory import bytes_of_layers, device_bytes
 from ds_memo.solve.refusals import GIB, NothingFits
 from ds_memo.solve.schedule import Schedule
-from ds_memo.solve.solver import alpha_for_host, solve
+from ds_memo.solve.solver import solve
 from tests.placements import kinds, sets, swapped_at
 from tests.solve.lp import best_alphas
-from tests.solve.runs import GPT, LLAMA, layer, random_run, run
+from tests.solve.runs import layer, random_run, run
 
 SEEDS = range(300)
 
@@ -46,26 +46,6 @@ def test_the_papers_alpha() -> None:
     assert paper_alpha(unit, unit, 14 * unit, 10e9, 1.9 * unit / 10e9, 32, 1 << 50) is None
     assert paper_alpha(unit, unit, 14 * unit, 10e9, 1e9, 32, 59 * unit) is None
     assert paper_alpha(unit, unit, 14 * unit, 10e9, 1e9, 2, 0) == 1.0  # nothing is swapped
-
-
-def test_the_papers_alpha_is_the_largest_that_is_allowed() -> None:
-    for seed in range(100):
-        costs = random_run(seed)
-        one = costs.layers[0]
-        inputs = one.nbytes("input", "choice")
-
-        def allowed(alpha: float, one: LayerCosts = one, costs: RunCosts = costs) -> bool:
-            copied = one.whole_bytes + alpha * one.split_bytes
-            return copied / costs.d2h_bytes_per_s <= one.forward_s and (12 - 2) * copied <= costs.host_budget
-
-        found = paper_alpha(
-            inputs, one.attention_bytes, one.split_bytes, costs.d2h_bytes_per_s, one.forward_s, 12, costs.host_budget
-        )
-        if found is None:
-            assert not allowed(0.0)
-        else:
-            assert allowed(found * (1 - 1e-9))
-            assert found == 1 or not allowed(found * (1 + 1e-6) + 1e-9)
 
 
 # ---- properties
@@ -166,7 +146,7 @@ def test_never_worse_than_the_papers_alpha() -> None:
 def test_the_search_and_cbc_agree(tmp_path: Path) -> None:
     pytest.importorskip("mip")
     schedules = []
-    for seed in SEEDS[:100]:
+    for seed in SEEDS[:40]:
         costs = random_run(seed)
         schedules.append(Schedule(costs, place(len(costs.layers), seed % 4)))
     for schedule, by_cbc in zip(schedules, best_alphas([(schedule, 1.0) for schedule in schedules], tmp_path / "a"), strict=True):
@@ -288,9 +268,8 @@ def test_host_bound() -> None:
     )
 
 
-@pytest.mark.parametrize("shape", [GPT, LLAMA], ids=["gpt", "llama"])
-def test_pcie_bound(shape: tuple) -> None:
-    one = layer(16384, shape=shape)
+def test_pcie_bound() -> None:
+    one = layer(16384)
     solution = solve(run(one, 32, link=25e9))
     assert 0 < solution.alpha < 1
     assert solution.binding.startswith("link: copies to the host hide behind the forward up to alpha")
@@ -304,14 +283,6 @@ def test_the_way_back_may_be_the_bound() -> None:
     solution = solve(costs)
     assert 0 < solution.alpha < 1
     assert solution.binding.startswith("link: copies from the host hide behind the backward")
-
-
-def test_no_rival_that_stores_less_trains_longer() -> None:
-    """Input offload with full recompute keeps the inputs on the host and one layer on the device; this solver can, too."""
-    one = layer(512 * 1024)
-    solution = solve(run(one, 32, host=32 * one.nbytes("input"), device=2 * one.nbytes("input")))
-    assert sets(solution).attention_recomputed == frozenset(range(32))
-    assert not sets(solution).on_device
 
 
 @pytest.mark.parametrize("budget, where", [("host_budget", "host memory"), ("device_budget", "device memory")])
@@ -410,9 +381,3 @@ def test_the_search_tries_few_alphas() -> None:
 @pytest.mark.parametrize("n, k, where", [(8, 2, {6, 7}), (8, 1, {7}), (8, 0, set()), (2, 5, {0, 1}), (10, 4, {2, 6, 8, 9})])
 def test_residents_are_last_and_spread(n: int, k: int, where: set[int]) -> None:
     assert spread(n, k) == where
-
-
-def test_alpha_for_host() -> None:
-    assert alpha_for_host(1000, 4, 50, 400) == 0.5
-    assert alpha_for_host(100, 4, 50, 400) < 0
-    assert alpha_for_host(0, 0, 50, 400) == 1.0

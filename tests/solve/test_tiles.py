@@ -61,19 +61,6 @@ def all_parts_alike(working: Working) -> Working:
     return replace(working, tiles_backward=working.backward)
 
 
-def test_two_tiles_of_a_swapped_frame_are_on_the_device() -> None:
-    costs = runs(40)[1].run
-    swapped = device_bytes(costs, place(LAYERS, 0), 0.0)
-    frame = costs.layers[0].small_frame_bytes
-    whole = costs.layers[0].attention_bytes
-    of_tile = costs.layers[0].nbytes("input") // 8
-    assert swapped == costs.layers[0].working.backward + of_tile + whole, "attention's backward, and a tile's hidden states"
-    even = costs.each(lambda layer: replace(layer, working_at_0=all_parts_alike(layer.working_at_0)))
-    assert device_bytes(even, place(LAYERS, 0), 0.0) == even.layers[0].working.backward + frame * 2 // 8 + whole
-    on_device = [PlacementKind.GEMMS_RECOMPUTED] * LAYERS
-    assert device_bytes(costs, on_device, 0.0) == costs.layers[0].working.backward + LAYERS * frame
-
-
 def test_a_layer_that_recomputes_attention_stores_its_input_alone() -> None:
     costs = runs(40)[1].run.each(
         lambda layer: replace(
@@ -195,15 +182,6 @@ def test_attention_is_recomputed_in_tiles_where_neither_memory_has_room(differs:
     units = {PlacementKind.SWAPPED: 2, PlacementKind.SWAPPED_ATTENTION_RECOMPUTED: 1}
     assert solution.host_bytes == pytest.approx(sum(units.get(kind, 0) for kind in solution.kinds) * UNIT, rel=0.03)
     assert solution.step_s > solve(replace(short, host_budget=100 * UNIT)).step_s
-
-
-def test_an_output_that_is_not_the_result_is_one_frame() -> None:
-    """It is on the device whole, and the result is made again, which the profile measures."""
-    alike = replace(tiled(), working_at_0=all_parts_alike(tiled().working_at_0))
-    other = replace(alike, in_tiles=replace(alike.in_tiles, result_differs=True))
-    there, here = (device_bytes(run(costs, LAYERS), place(LAYERS, 0), 0.0) for costs in (alike, other))
-    assert here == pytest.approx(there - alike.attention_bytes * 2 / 8, rel=0.01)
-    assert other.host_bytes(swapped_at(0.0)) == pytest.approx(alike.host_bytes(swapped_at(0.0)), rel=0.01)
 
 
 def test_nothing_fits_says_what_tiles_need() -> None:

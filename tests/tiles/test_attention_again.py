@@ -20,14 +20,14 @@ from ds_memo.swap.streams import ThreadStreams
 from ds_memo.tiles import attention
 from ds_memo.tiles.attention import TiledAttention
 from tests.everyday import everyday
-from tests.models import Batch, Block, Outcome, poisoned_memory, step
+from tests.models import Batch, Outcome, poisoned_memory, step
 from tests.swap import scenarios
 from tests.swap.conftest import alone  # noqa: F401  a fixture
 from tests.swap.delayed import DelayedStreams
 from tests.swap.ordered import OrderedStreams
 from tests.swap.races import tell
 from tests.swap.schedules import differing
-from tests.tiles.rig import BATCH, FAMILIES, LAYERS, assert_step, assert_was_tiled, attached, reasons, small, toy
+from tests.tiles.rig import BATCH, FAMILIES, LAYERS, assert_step, assert_was_tiled, attached, small, toy
 
 SWAPPED, AGAIN = PlacementKind.SWAPPED, PlacementKind.SWAPPED_ATTENTION_RECOMPUTED
 ON_DEVICE, ON_DEVICE_AGAIN = PlacementKind.GEMMS_RECOMPUTED, PlacementKind.FULL_RECOMPUTE
@@ -71,7 +71,7 @@ def assert_steps(model: Any, batch: Batch, steps: int = 3) -> dict[str, Any]:
     everyday(
         itertools.product(FAMILIES, (1, 2)),
         [("llama", 2), ("plain", 1)],
-        slow=[(name, 1 + number % 2) for number, name in enumerate(FAMILIES)],
+        slow=[("gemma3", 1), ("gpt2", 1), ("mixtral", 2)],
     ),
 )
 def test_gradients_where_attention_is_recomputed(placed: Any, name: str, groups: int, kind: PlacementKind) -> None:
@@ -120,16 +120,6 @@ def test_without_the_forwards_generators_it_would_not(placed: Any, monkeypatch: 
         assert_runs_backward_alike(noisy())
 
 
-def test_what_cannot_be_tiled_runs_whole(placed: Any) -> None:
-    """Dropout makes a matrix of tokens × tokens on a CPU."""
-    placed(AGAIN)
-    stock = toy(lambda: Block(attention_dropout=0.2))
-    model = copy.deepcopy(stock)
-    with attached(model, quiet=True) as handle:
-        assert_step(step(model, BATCH), step(stock, BATCH))
-        assert "matrix" in reasons(handle)[0]
-
-
 def assert_runs_backward_alike(model: Any) -> None:
     """Check steps against those that keep what attention's backward needs, in the same tiles."""
     want = in_tiles(model, ON_DEVICE)
@@ -153,10 +143,7 @@ def in_tiles(model: Any, kind: PlacementKind) -> Outcome:
     everyday(
         itertools.product(FAMILIES, (0.0, 0.5), (SWAPPED, ON_DEVICE, PlacementKind.ON_DEVICE)),
         [("llama", 0.5, SWAPPED), ("llama", 0.0, ON_DEVICE), ("llama", 0.5, PlacementKind.ON_DEVICE)],
-        slow=[
-            (name, 0.5 * (number % 2), (SWAPPED, ON_DEVICE, PlacementKind.ON_DEVICE)[number % 3])
-            for number, name in enumerate(FAMILIES)
-        ],
+        slow=[("gemma3", 0.0, PlacementKind.ON_DEVICE), ("gpt2", 0.5, ON_DEVICE), ("mixtral", 0.0, SWAPPED)],
     ),
 )
 def test_gradients_where_the_result_is_made_again(placed: Any, name: str, alpha: float, kind: PlacementKind) -> None:

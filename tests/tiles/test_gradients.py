@@ -17,7 +17,7 @@ from ds_memo.tiles import weight_gradients
 from ds_memo.tiles.modes import SupplyHeads
 from tests.everyday import everyday
 from tests.models import Batch, Outcome, poisoned_memory, step
-from tests.tiles.rig import FAMILIES, LAYERS, assert_step, assert_was_tiled, attached, reasons, small
+from tests.tiles.rig import FAMILIES, LAYERS, assert_step, assert_was_tiled, attached, small
 
 TILES = (5, 16, 23, 64)
 SHAPES = ((1, 33), (2, 33), (1, 71), (2, 71))
@@ -90,24 +90,11 @@ def test_every_alpha_and_number_of_groups(name: str, tile: int, shape: tuple[int
         assert_did_no_more(run(name, tile, shape, alpha, groups), tile, shape, alpha)
 
 
-SEQUENCES = [((5, 17), 64), ((9, 9), 9), ((3, 33), 71), ((7, 15), 40)]
-
-
-@pytest.mark.parametrize("shape, tile", everyday(SEQUENCES, SEQUENCES[:2]), ids=str)
+@pytest.mark.parametrize("shape, tile", [((5, 17), 64), ((9, 9), 9)], ids=str)
 def test_tiles_of_several_sequences(shape: tuple[int, int], tile: int) -> None:
     """Whole sequences make a tile, and the last tile has fewer of them. Batch and length may be equal."""
     name = "llama" if shape[0] % 5 else "plain"
     assert_did_no_more(run(name, tile, shape, 0.3, 2), tile, shape, 0.3)
-
-
-def test_eager_attention_runs_whole_with_the_same_gradients() -> None:
-    batch = Batch.random(2, 33)
-    want = step(small("gemma2"), batch)
-    with attached(tiled := small("gemma2"), quiet=True) as handle:
-        assert_step(step(tiled, batch), want)
-        (reason,) = reasons(handle)
-        assert "attention" in reason
-        assert handle.report()["tiles"]["layers"] == []
 
 
 def in_bf16(name: str, shape: tuple[int, int], **settings: Any) -> tuple[dict[str, torch.Tensor], Outcome, Outcome]:
@@ -127,19 +114,18 @@ def in_bf16(name: str, shape: tuple[int, int], **settings: Any) -> tuple[dict[st
     return {parameter: want.grads[parameter] for parameter in want.grads.keys() - unused}, stocks, ours
 
 
-@pytest.mark.parametrize("name", everyday(FAMILIES, ["plain"]))
-def test_as_exact_as_stock_in_bf16(name: str) -> None:
+def test_as_exact_as_stock_in_bf16() -> None:
     """Tiles round a bias's gradient more often than stock does, and a norm's less."""
-    exact, stocks, ours = in_bf16(name, (2, 33))
+    exact, stocks, ours = in_bf16("plain", (2, 33))
     for parameter, gradient in exact.items():
         our_error, stock_error = (float((o.grads[parameter].double() - gradient).norm()) for o in (ours, stocks))
         assert our_error <= 1.5 * stock_error, parameter
 
 
-def error_in_64_tiles(name: str) -> float:
-    """Return the error of a model's bfloat16 gradients, in stock's errors: the root mean square over parameters of each one's
+def error_in_64_tiles() -> float:
+    """Return the error of Mixtral's bfloat16 gradients, in stock's errors: the root mean square over parameters of each one's
     relative error. An absolute error would be that of the embeddings, which have no tiles."""
-    exact, *both = in_bf16(name, (1, 1024), tile=16)
+    exact, *both = in_bf16("mixtral", (1, 1024), tile=16)
     stocks, ours = (
         sum(
             float((one.grads[name].double() - gradient).norm() / gradient.double().norm()) ** 2
@@ -151,12 +137,11 @@ def error_in_64_tiles(name: str) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "mixtral"])
-def test_64_tiles_are_as_exact_as_stock_in_bf16(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_64_tiles_are_as_exact_as_stock_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums in bfloat16 are not."""
-    assert error_in_64_tiles(name) <= 1.05
+    assert error_in_64_tiles() <= 1.05
     monkeypatch.setattr(weight_gradients, "_sum_dtype", lambda dtype: dtype)
-    assert error_in_64_tiles(name) > 1.05
+    assert error_in_64_tiles() > 1.05
 
 
 # ---- what is computed
@@ -195,7 +180,7 @@ def executed(name: str, **settings: Any) -> Executed:
     return seen
 
 
-@pytest.mark.parametrize("name", everyday(["llama", "gpt2", "qwen3", "opt"], ["llama"]))
+@pytest.mark.parametrize("name", everyday(["llama", "gpt2"], ["llama"]))
 def test_at_alpha_1_no_product_and_no_attention_runs_twice(name: str) -> None:
     ours, stocks = executed(name, alpha=1.0), executed(name)
     assert ours.attention == stocks.attention == LAYERS
@@ -208,8 +193,7 @@ def test_at_alpha_0_products_run_again_and_attention_does_not() -> None:
     assert stocks.gemm_flops < ours.gemm_flops < stocks.gemm_flops * 4 / 3 + 1
 
 
-@pytest.mark.parametrize("groups", everyday(GROUPS, [4]))
-def test_attention_runs_backward_once_for_each_group(groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_runs_backward_once_for_each_group(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[int, int]] = []
     init = SupplyHeads.__init__
 
@@ -218,30 +202,27 @@ def test_attention_runs_backward_once_for_each_group(groups: int, monkeypatch: p
         init(self, call, heads, first_op)
 
     monkeypatch.setattr(SupplyHeads, "__init__", noted)
-    run("gpt2", 16, (1, 33), 0.3, groups)
-    assert seen == [(number, groups) for number in range(groups)] * LAYERS * 2
+    run("gpt2", 16, (1, 33), 0.3, groups=4)
+    assert seen == [(number, 4) for number in range(4)] * LAYERS * 2
 
 
-@pytest.mark.parametrize("heads, groups", everyday([(2, 4), (4, 3)], [(2, 4)]))
-def test_groups_that_do_not_divide_the_heads_are_named(heads: int, groups: int) -> None:
-    tiled, batch = small("llama", heads=heads), Batch.random(2, 33)
-    want = step(small("llama", heads=heads), batch)
-    with attached(tiled, quiet=True, groups=groups) as handle:
+def test_groups_that_do_not_divide_the_heads_are_named() -> None:
+    tiled, batch = small("llama", heads=4), Batch.random(2, 33)
+    want = step(small("llama", heads=4), batch)
+    with attached(tiled, quiet=True, groups=3) as handle:
         assert_step(step(tiled, batch), want)
         (warning,) = handle.report()["warnings"]
-        assert f"{groups} groups are not used" in warning and f"{heads} key-value heads" in warning
+        assert "3 groups are not used" in warning and "4 key-value heads" in warning
 
 
 # ---- what is kept
 
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
-@pytest.mark.parametrize("name", everyday([name for name in FAMILIES if name not in ("phi3", "neox")], ["mixtral"]))
-def test_bytes_to_the_host_are_those_of_the_whole_layer(name: str, alpha: float) -> None:
-    """Phi-3's and GPT-NeoX's attention returns a copy of the kernel's output, which tiles keep beside it."""
+def test_bytes_to_the_host_are_those_of_the_whole_layer(alpha: float) -> None:
     seen = []
     for tile in (0, 64):
-        with attached(tiled := small(name), tile=tile, alpha=alpha) as handle:
+        with attached(tiled := small("mixtral"), tile=tile, alpha=alpha) as handle:
             step(tiled, Batch.random(1, 71))
             seen.append(handle.report()["bytes_to_host"])
     assert seen[0] == seen[1]

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from ds_memo.errors import MemoError
@@ -40,10 +39,9 @@ def count_hooks(model: nn.Module, count: Counter[str]) -> None:
     next(layers_of(model)[0].parameters()).register_hook(lambda gradient: gradient * 0.5)
 
 
-@pytest.mark.parametrize("name", everyday(["llama", "plain"], ["plain"]))
-def test_hooks_of_a_parameter_are_called_once_for_each_backward(name: str) -> None:
+def test_hooks_of_a_parameter_are_called_once_for_each_backward() -> None:
     count: Counter[str] = Counter()
-    with attached(tiled := small(name)) as handle:
+    with attached(tiled := small("plain")) as handle:
         stock = copy.deepcopy(tiled)
         count_hooks(tiled, count)
         next(layers_of(stock)[0].parameters()).register_hook(lambda gradient: gradient * 0.5)
@@ -83,35 +81,23 @@ def test_hooks_of_a_layer_are_called_once_and_see_all_tokens() -> None:
         assert_was_tiled(handle.report())
 
 
-@pytest.mark.slow
-def test_a_hook_that_changes_a_layers_input_and_output() -> None:
-    tiled = toy()
-    layers_of(tiled)[0].register_forward_pre_hook(lambda module, args: (args[0] * 1.5, *args[1:]))
-    layers_of(tiled)[1].register_forward_hook(lambda module, args, output: output * 0.5)
-    assert_was_tiled(compare(tiled, drive))
-
-
 # ---- a gradient that others hold
 
 
 class Around(Toy):
     """A residual around each layer: its gradient goes to the layer and past it."""
 
-    def forward(self, inputs_embeds: torch.Tensor, labels: torch.Tensor) -> Any:
-        x = inputs_embeds
+    def run_blocks(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
             x = x + block(x)
-        return types.SimpleNamespace(loss=F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten()))
+        return x
 
 
 class Sums(Toy):
     """The loss is a sum: its gradient is one number, expanded."""
 
     def forward(self, inputs_embeds: torch.Tensor, labels: torch.Tensor) -> Any:
-        x = inputs_embeds
-        for block in self.blocks:
-            x = block(x)
-        return types.SimpleNamespace(loss=x.sum())
+        return types.SimpleNamespace(loss=self.run_blocks(inputs_embeds).sum())
 
 
 class KeepsGradients(Toy):
@@ -119,8 +105,8 @@ class KeepsGradients(Toy):
 
     how = "hook"
 
-    def forward(self, inputs_embeds: torch.Tensor, labels: torch.Tensor) -> Any:
-        x, self.kept, self.outputs = inputs_embeds, [], []
+    def run_blocks(self, x: torch.Tensor) -> torch.Tensor:
+        self.kept, self.outputs = [], []
         for block in self.blocks:
             x = block(x)
             if self.how == "hook":
@@ -138,7 +124,7 @@ class KeepsGradients(Toy):
             else:
                 x.retain_grad()
                 self.outputs.append(x)
-        return types.SimpleNamespace(loss=F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten()))
+        return x
 
 
 @pytest.mark.parametrize("kind", [Around, Sums])
@@ -212,11 +198,10 @@ def test_hidden_states_are_changed_behind_the_layer() -> None:
     """The layer's output is a tensor of its own: its caller may change it in place."""
 
     class Changes(Toy):
-        def forward(self, inputs_embeds: torch.Tensor, labels: torch.Tensor) -> Any:
-            x = inputs_embeds * 1.0
+        def run_blocks(self, x: torch.Tensor) -> torch.Tensor:
             for block in self.blocks:
                 x = block(x).mul_(1.5).add_(0.25)
-            return types.SimpleNamespace(loss=self.head(x).square().mean())
+            return x
 
     assert_was_tiled(compare(model_of(Changes), drive))
 
@@ -234,7 +219,7 @@ def test_hidden_states_changed_in_front_of_the_backward_are_refused() -> None:
             output.sum().backward()
 
 
-@pytest.mark.parametrize("name", everyday(["llama", "gpt2", "mixtral", "plain"], ["plain"]))
+@pytest.mark.parametrize("name", everyday(["mixtral", "plain"], ["plain"]))
 def test_parameters_get_their_gradients_in_the_order_of_a_whole_layer(name: str) -> None:
     """ZeRO reduces gradients in the order in which they come, and a rank with a short batch runs its layers whole."""
 

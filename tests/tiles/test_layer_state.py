@@ -88,19 +88,6 @@ def test_nothing_else_refuses_them(block: type, check: str, monkeypatch: pytest.
         assert tiled_layers(handle) == [0, 1]
 
 
-@pytest.mark.slow
-def test_dinov2_with_stochastic_depth() -> None:
-    transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 42, "patch_size": 6}
-    for rate, said in ((0.4, ["whatever its tokens are (stochastic depth)"]), (0.0, [])):
-        torch.manual_seed(0)
-        model = transformers.Dinov2Model(transformers.Dinov2Config(**sizes, drop_path_rate=rate)).train()
-        with attached(model, quiet=True, tile=8) as handle:
-            model(torch.randn(2, 3, 42, 42)).last_hidden_state.square().mean().backward()
-            assert all(words in why for words, why in zip(said, reasons(handle), strict=True))
-            assert len(tiled_layers(handle)) + len(handle.report()["tiles"]["not_tiled"]) == 2
-
-
 def test_other_devices_are_not_seeded(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(seed: int) -> None:
         raise AssertionError("all devices were seeded")

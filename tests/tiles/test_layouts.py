@@ -29,7 +29,6 @@ LAYOUTS: dict[str, tuple[tuple[int, ...], Callable[[torch.Tensor], torch.Tensor]
     "sequences second": ((LENGTH, BATCH, HIDDEN), lambda x: x.transpose(0, 1)),
     "hidden first": ((BATCH, HIDDEN, LENGTH), lambda x: x.permute(0, 2, 1)),
     "columns of a wider tensor": ((BATCH, LENGTH, HIDDEN + 8), lambda x: x[..., :HIDDEN]),
-    "every other token": ((BATCH, 2 * LENGTH, HIDDEN), lambda x: x[:, ::2]),
     "rows of a longer tensor": ((BATCH, LENGTH + 9, HIDDEN), lambda x: x[:, 5 : 5 + LENGTH]),
     "one vector for all tokens": ((BATCH, 1, HIDDEN), lambda x: x.expand(BATCH, LENGTH, HIDDEN)),
     "one sequence for all": ((1, LENGTH, HIDDEN), lambda x: x.expand(BATCH, LENGTH, HIDDEN)),
@@ -79,7 +78,7 @@ def check(layout: str, form: str, alpha: float, **settings: Any) -> None:
 
 
 CASES = [(layout, form, alpha) for layout in LAYOUTS for form in FORMS for alpha in ALPHAS]
-DAILY = [case for case in CASES if case[1] in ("tiles", "whole") or (case[1] == "sequences" and case[2] == 0.5)]
+DAILY = [case for case in CASES if case[1] == "tiles" or (case[1] in ("sequences", "whole") and case[2] == 0.5)]
 
 
 @pytest.mark.parametrize("layout, form, alpha", everyday(CASES, DAILY, slow=[case for case in CASES if case[2] == 0.5]))
@@ -105,63 +104,36 @@ def test_a_layout_that_changes_between_steps() -> None:
             assert_step(outcome, want)
 
 
-# ---- models of Transformers whose layers get such hidden states
+# ---- a model of Transformers whose layers get such hidden states
 
 
-def whisper() -> tuple[nn.Module, str, torch.Tensor]:
+def check_encoder(form: str) -> None:
     from transformers import WhisperConfig
     from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
     sizes = {"d_model": 32, "encoder_layers": LAYERS, "encoder_attention_heads": 4, "encoder_ffn_dim": 64, "dropout": 0.0}
     config = WhisperConfig(num_mel_bins=8, max_source_positions=48, attn_implementation="sdpa", **sizes)
-    return WhisperEncoder(config), "input_features", torch.randn(2, 8, 96)
-
-
-def siglip() -> tuple[nn.Module, str, torch.Tensor]:
-    from transformers import SiglipVisionConfig, SiglipVisionModel
-
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": LAYERS, "num_attention_heads": 4}
-    config = SiglipVisionConfig(image_size=28, patch_size=4, vision_use_head=False, attn_implementation="sdpa", **sizes)
-    return SiglipVisionModel(config), "pixel_values", torch.randn(2, 3, 28, 28)
-
-
-ENCODERS = {"whisper": whisper, "siglip": siglip}
-
-
-def check_encoder(name: str, form: str, alpha: float) -> None:
     torch.manual_seed(0)
-    model, what, leaf = ENCODERS[name]()
+    model, leaf, weights = WhisperEncoder(config), torch.randn(2, 8, 96), torch.randn(48, 32)
     if form == "compiled":
         torch._dynamo.reset()
-        for module in model.modules():
-            if type(module).__name__.endswith("EncoderLayer"):
-                module.compile(backend="aot_eager")
-    weights = torch.randn(49, 32)
+        for layer in model.layers:
+            layer.compile(backend="aot_eager")
     report = two_steps(
         model.train(),
-        {"tile": 16 if form == "tiles" else 0, "alpha": alpha},
-        lambda leaf: {what: leaf},
+        {"tile": 16 if form == "tiles" else 0, "alpha": 0.5},
+        lambda leaf: {"input_features": leaf},
         leaf.requires_grad_(),
-        loss_of=lambda out: (out.last_hidden_state * weights[: out.last_hidden_state.shape[1]]).mean(),
+        loss_of=lambda out: (out.last_hidden_state * weights).mean(),
     )
     assert report["bytes_to_host"]
     if form == "tiles":
         assert_was_tiled(report)
 
 
-ENCODER_CASES = [(name, form, alpha) for name in ENCODERS for form in ("tiles", "whole", "compiled") for alpha in ALPHAS]
-
-
-@pytest.mark.parametrize(
-    "name, form, alpha",
-    everyday(
-        ENCODER_CASES,
-        [case for case in ENCODER_CASES if case[1] == "tiles"],
-        slow=[case for case in ENCODER_CASES if case[2] == 0.5],
-    ),
-)
-def test_encoders(name: str, form: str, alpha: float) -> None:
-    check_encoder(name, form, alpha)
+@pytest.mark.parametrize("form", everyday(["tiles", "whole", "compiled"], ["tiles"]))
+def test_an_encoder(form: str) -> None:
+    check_encoder(form)
 
 
 # ---- controls
@@ -179,6 +151,5 @@ def test_without_the_handling_gradients_are_wrong(monkeypatch: pytest.MonkeyPatc
     for case in (("sequences second", "tiles", 0.5), ("hidden first", "tiles", 0.0)):
         with pytest.raises(Different):
             check(*case)
-    for name in ENCODERS:
-        with pytest.raises(Different):
-            check_encoder(name, "tiles", 0.5)
+    with pytest.raises(Different):
+        check_encoder("tiles")

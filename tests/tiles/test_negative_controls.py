@@ -262,7 +262,7 @@ def _no_aliases(module: nn.Module, parameters: Sequence[nn.Parameter]) -> Iterat
 def test_without_aliases_a_parameters_hook_is_called_for_each_tile(monkeypatch: Patch) -> None:
     monkeypatch.setattr(layer, "aliased", _no_aliases)
     with pytest.raises(AssertionError):
-        test_hooks.test_hooks_of_a_parameter_are_called_once_for_each_backward("plain")
+        test_hooks.test_hooks_of_a_parameter_are_called_once_for_each_backward()
 
 
 @pytest.mark.parametrize("block", [test_probe.KeepsAnAttribute, test_probe.FillsAList, test_probe.FillsADict])
@@ -277,7 +277,7 @@ def test_router_logits_that_are_not_refused(monkeypatch: Patch) -> None:
     monkeypatch.setattr(probe, "_refuse_escapes", lambda run: None)
     monkeypatch.setattr(probe, "_is_foreign", lambda hook: False)
     with pytest.raises(TypeError, match="unpack_hook"):
-        test_probe.test_router_logits_that_a_loss_reads("mixtral")
+        test_probe.test_router_logits_that_a_loss_reads()
 
 
 def test_a_check_that_compares_nothing(monkeypatch: Patch) -> None:

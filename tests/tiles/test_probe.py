@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import re
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -18,18 +16,7 @@ from ds_memo.remat.checkpoint import CannotTile
 from ds_memo.tiles.probe import probe
 from tests.everyday import everyday
 from tests.models import FP32, HEADS, HIDDEN, Batch, Block, Outcome, Toy, build, gradients, poisoned_memory, step
-from tests.tiles.rig import LAYERS, assert_step, assert_was_tiled, attached, compare, config, small
-
-BATCH = Batch.random(2, 23)
-
-
-def toy(block: Any) -> Toy:
-    torch.manual_seed(0)
-    return Toy(block, layers=LAYERS)
-
-
-def drive(model: nn.Module, number: int) -> Outcome:
-    return step(model, BATCH)
+from tests.tiles.rig import BATCH, LAYERS, assert_step, assert_was_tiled, attached, compare, config, drive, small, toy
 
 
 class Calls(Toy):
@@ -40,11 +27,10 @@ class Calls(Toy):
         super().__init__(block, layers=LAYERS)
         self.call = call
 
-    def forward(self, inputs_embeds: torch.Tensor, labels: torch.Tensor) -> Any:
-        x = inputs_embeds
+    def run_blocks(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
             x = self.call(block, x)
-        return types.SimpleNamespace(loss=self.head(x).square().mean())
+        return x
 
 
 def assert_whole(report: dict[str, Any], why: str) -> None:
@@ -86,13 +72,6 @@ class ShiftsTokens(Block):
         return super().feed(x + 0.01 * F.pad(x, (0, 0, 1, -1)))
 
 
-class LooksAhead(Block):
-    """Each token sees a little of the next one."""
-
-    def feed(self, x: torch.Tensor) -> torch.Tensor:
-        return super().feed(x + 0.01 * F.pad(x, (0, 0, -1, 1)))
-
-
 class Recurs(Block):
     """Attention beside a recurrence over the tokens, as in Mamba hybrids."""
 
@@ -106,31 +85,6 @@ class Recurs(Block):
             state = torch.sigmoid(self.decay) * state + token
             states.append(state)
         return super().feed(torch.stack(states, 1))
-
-
-class Mamba(nn.Module):
-    """A recurrence and no attention."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(F.silu(self.up(x)).cumsum(1) / 10)
-
-
-class Pools(Block):
-    """A squeeze over all tokens."""
-
-    def feed(self, x: torch.Tensor) -> torch.Tensor:
-        return super().feed(x) * torch.sigmoid(x.mean(1, keepdim=True))
-
-
-class NormsOverTokens(Block):
-    """A batch norm in evaluation mode would do; this one has the batch's own statistics."""
-
-    def feed(self, x: torch.Tensor) -> torch.Tensor:
-        return super().feed((x - x.mean((0, 1))) / x.std((0, 1)))
 
 
 class MixesHere(Block):
@@ -211,30 +165,6 @@ class TwoAttentions(Block):
         return self.other.attend(x)
 
 
-class Eager(Block):
-    """Scores by hand."""
-
-    def attend(self, x: torch.Tensor) -> torch.Tensor:
-        b, s, _ = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(b, s, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
-        scores = (q @ k.mT).masked_fill(torch.ones(s, s).triu(1).bool(), -1e9).softmax(-1)
-        return self.o((scores @ v).transpose(1, 2).flatten(2))
-
-
-class Shortens(Block):
-    """Returns half of its tokens."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x)[:, ::2]
-
-
-class BranchesOnLength(Block):
-    """Another formula for long sequences."""
-
-    def feed(self, x: torch.Tensor) -> torch.Tensor:
-        return super().feed(x) * (0.5 if x.shape[1] > 20 else 1.0)
-
-
 class ScalesByLength(Block):
     """Attention's scale is that of the length that the layer sees."""
 
@@ -242,16 +172,6 @@ class ScalesByLength(Block):
         b, s, _ = x.shape
         q, k, v = self.qkv(self.norm1(x)).view(b, s, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1 / s)
-        return self.o(out.transpose(1, 2).flatten(2))
-
-
-class ScalesQueriesByLength(Block):
-    """As `ScalesByLength`, but the queries are scaled before attention."""
-
-    def attend(self, x: torch.Tensor) -> torch.Tensor:
-        b, s, _ = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(b, s, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
-        out = F.scaled_dot_product_attention(q / s, k, v, is_causal=True)
         return self.o(out.transpose(1, 2).flatten(2))
 
 
@@ -268,21 +188,14 @@ REFUSED = {
     Convolves: "mixes its tokens",
     ConvolvesKeys: "mixes its tokens",
     ShiftsTokens: "mixes its tokens",
-    LooksAhead: "mixes its tokens",
     Recurs: "mixes its tokens",
-    Mamba: "calls neither",
-    Pools: "mixes its tokens",
-    NormsOverTokens: "mixes its tokens",
     MixesHere: "mixes its tokens",
     Chunks: "tokens",
     KeepsAnAttribute: "outlive",
     FillsAList: "outlive",
     FillsADict: "outlive",
     TwoAttentions: "attention more than once",
-    Eager: "calls neither",
-    BranchesOnLength: "mixes its tokens",
     ScalesByLength: "in a tile of",
-    ScalesQueriesByLength: "mixes its tokens",
     TilesItsMLP: "adds to its parameters' gradients",
 }
 
@@ -342,15 +255,6 @@ class ConvolvesChannels(Block):
         return super().feed(self.conv(x.flatten(0, 1)[:, None]).view_as(x))
 
 
-class ReadsABuffer(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("scale", torch.full((HIDDEN,), 1.5))
-
-    def feed(self, x: torch.Tensor) -> torch.Tensor:
-        return super().feed(x * self.scale)
-
-
 class ReturnsATuple(Block):
     def forward(self, x: torch.Tensor) -> Any:
         return (super().forward(x), None, 7)
@@ -376,12 +280,7 @@ class Sequential(Block):
         return x + self.feed(x)
 
 
-class ParallelResidual(Block):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.feed(x) + self.attend(x)
-
-
-@pytest.mark.parametrize("block", [ConvolvesChannels, ReadsABuffer, KeepsANumber, Sequential, ParallelResidual])
+@pytest.mark.parametrize("block", [ConvolvesChannels, KeepsANumber, Sequential])
 def test_tiled_all_the_same(block: type[nn.Module]) -> None:
     """A filter of three numbers sums 4,224 terms that cancel: stock's own gradient is 3e-6 off."""
     assert_was_tiled(compare(toy(block), drive, tolerance=2e-5 if block is ConvolvesChannels else FP32))
@@ -483,10 +382,9 @@ def test_a_refusal_counts_for_its_kind_of_layer_alone() -> None:
 # ---- router losses
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
-def test_router_logits_that_a_loss_reads(name: str) -> None:
+def test_router_logits_that_a_loss_reads() -> None:
     """A recorder's hook holds the router's logits of each layer. In tiles it would hold those of the last tile."""
-    stock, tiled = small(name), small(name)
+    stock, tiled = small("mixtral"), small("mixtral")
     for model in (stock, tiled):
         model.config.output_router_logits = True
         model.router_aux_loss_coef = 10.0
@@ -576,7 +474,7 @@ class AddsBehind(Block):
 
 
 @pytest.mark.parametrize("block", [Adds, AddsBehind])
-@pytest.mark.parametrize("alpha, tile", everyday([*itertools.product((0.0, 0.5, 1.0), (5, 23))], [(0.5, 5)]))
+@pytest.mark.parametrize("alpha, tile", everyday([(0.5, 5), (1.0, 23)], [(0.5, 5)]))
 def test_several_differentiable_inputs(block: type[nn.Module], alpha: float, tile: int) -> None:
     assert_was_tiled(compare(toy(block), crossing(23, True), alpha=alpha, tile=tile))
 
@@ -635,10 +533,6 @@ def test_sequences_first() -> None:
     batch, turned = Batch.random(6, 23), Calls(SequenceFirst, lambda block, x: block(x.transpose(0, 1)).transpose(0, 1))
     report = compare(turned, lambda model, number: step(model, batch), quiet=True)
     assert report["tiles"]["layers"] == []
-
-
-def test_another_input_without_a_gradient_is_cut() -> None:
-    assert_was_tiled(compare(toy(Adds), crossing(23, False)))
 
 
 def test_another_input_that_needs_a_gradient_later() -> None:

@@ -9,11 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.everyday import everyday
 from tests.models import Batch, Block, step
 from tests.tiles.rig import (
     BATCH,
-    assert_within,
     attached,
     lora,
     tiled_layers,
@@ -51,10 +49,9 @@ DROPS = {
     "attention's dropout": lambda: toy(lambda: Block(attention_dropout=0.2)),
     "adapters'": lambda: lora(toy(), 0.2, ["qkv", "up", "down"]),
 }
-CASES = [*itertools.product(DROPS, (0.0, 0.5, 1.0))]
 
 
-@pytest.mark.parametrize("drops, alpha", everyday(CASES, CASES[::4]))
+@pytest.mark.parametrize("drops, alpha", [*zip(DROPS, (0.0, 0.5, 1.0), strict=True)])
 def test_a_backward_uses_the_forwards_dropout(drops: str, alpha: float) -> None:
     """Gradients are those of the very function that the forward computed: its slope says so, in float64."""
     with attached(tiled := DROPS[drops]().double(), quiet=True, alpha=alpha) as handle:
@@ -85,14 +82,3 @@ def test_dropout_differs_among_tiles_steps_and_layers_and_comes_again_with_a_see
     assert all(map(torch.equal, first, again))
     for a, b in itertools.combinations([*first, *other], 2):
         assert 0.4 < (a == b).float().mean() < 0.6
-
-
-@pytest.mark.slow
-def test_dropout_drops_as_much_as_stock() -> None:
-    tiled = toy(lambda: Block(dropout=0.1))
-    with attached(tiled) as handle:
-        first = step(tiled, BATCH, seed=7)
-        same, other = step(tiled, BATCH, seed=7), step(tiled, BATCH, seed=8)
-        assert tiled_layers(handle) == [0, 1]
-    assert_within(same.grads, first.grads, 0.0)
-    assert not torch.equal(first.loss, other.loss)

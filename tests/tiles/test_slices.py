@@ -82,14 +82,6 @@ def test_an_argument_is_cut_along_its_tokens(tensor: torch.Tensor, want) -> None
     assert torch.equal(args[0], HIDDEN[1:2, 3:5])
 
 
-def test_hidden_states_by_keyword() -> None:
-    span = Span(slice(0, 1), slice(0, 4))
-    arguments = Arguments((), {"hidden_states": HIDDEN, "positions": torch.arange(LENGTH)})
-    args, kwargs, _ = arguments.tile(part(HIDDEN, span, 1), span)
-    assert args == () and torch.equal(kwargs["hidden_states"], HIDDEN[:1, :4])
-    assert kwargs["positions"].tolist() == [0, 1, 2, 3]
-
-
 def test_a_batch_as_large_as_the_length() -> None:
     hidden, positions = torch.randn(6, 6, 5), torch.arange(36).view(6, 6)
     span = Span(slice(2, 4), slice(0, 6))
