@@ -78,7 +78,7 @@ def counted_gathers(engine: Any) -> collections.Counter[str]:
 
 
 class TestSolved(DistributedTest):
-    world_size = [1, 2]  # noqa: RUF012
+    world_size = 2
 
     def test_layers_are_gathered_once_for_each_phase(self, monkeypatch: pytest.MonkeyPatch) -> None:
         forgot: list[int] = []
@@ -102,7 +102,6 @@ class TestSolved(DistributedTest):
         assert not any(map(z3_leaf_module, layers_of(engine))) and all(map(gathers_by_module, layers_of(engine)))
         assert [*losses, *train(engine, [LONG], first=5)] == pytest.approx(want, rel=1e-5)
 
-    @pytest.mark.world_size(2)
     def test_layers_that_run_whole_stay_as_they_are(self) -> None:
         engine = start(device_memory_gib=PLENTY)
         train(engine, [LONG, SHORT])
