@@ -164,7 +164,6 @@ def test_timelines(capsys, tmp_path):
         (("--seq-length", "1M", "--alpha", "1.5"), "'1.5'"),
         (("--seq-length", "1M", "--alpha", "0.5", "--method", "none"), "only memo"),
         (("--seq-length", "1M", "--method", "magic"), "magic"),
-        (("--seq-length", "1M", "--zero", "7"), "7"),
         (("--seq-length", "1M", "--sp", "3"), "not a multiple"),
         (("--seq-length", "1M", "--gpus", "64", "--sp", "64"), "Ulysses ends at sp 32"),
         (("--seq-length", "1M", "--device-memory-gib", "0"), "'0'"),
