@@ -100,7 +100,7 @@ def test_a_damaged_one_is_built_anew(source: Path, cache: Path, counted: tuple[s
     middle = len(whole) // 2
     a_byte = whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :]
     another = Path(sys.modules["_ctypes"].__file__).read_bytes()
-    for number, content in enumerate((b"", whole[:middle], whole[:-7], a_byte, another), 2):
+    for number, content in enumerate((whole[:middle], a_byte, another), 2):
         kept.write_bytes(content)
         for _ in range(2):
             assert load(source, cache, CXX=counted[0]) == ["loaded 42"]

@@ -53,7 +53,7 @@ class TestEach(DistributedTest):
 
     @pytest.mark.parametrize(
         "path",
-        [pytest.param(path, marks=pytest.mark.slow if path.stem in RARER else ()) for path in CONFIGS],
+        [pytest.param(path, marks=[pytest.mark.slow, pytest.mark.sweep] if path.stem in RARER else ()) for path in CONFIGS],
         ids=lambda p: p.stem,
     )
     def test_trains(self, path, tmp_path):

@@ -121,19 +121,6 @@ def test_lengths_that_are_asked_for_are_tried_in_full():
 
 
 @pytest.mark.slow
-def test_checkpointing_trains_longer_than_nothing_in_the_same_bytes():
-    shape = speed.shapes(CPU)["gpt7b"]
-    budget = Budget(CPU, GIB, device_bytes=int(0.0008 * GIB))
-    longest = {}
-    for rival in ("none", "checkpoint"):
-        probes = []
-        capacity.search_here(shape, rival, budget, probes.append)
-        longest[rival] = max(found["length"] for found in probes if found["fits"])
-        assert any(not found["fits"] for found in probes)
-    assert longest["checkpoint"] > 1.5 * longest["none"]
-
-
-@pytest.mark.slow
 def test_capacity_runs_each_rival_in_a_process(tmp_path):
     words = ["--device", "cpu", "--out", str(tmp_path), "--rivals", "none", "ds_memo", "--device-gib", "0.001"]
     assert capacity.main([*words, "--host-gibs", "0.1"]) == 0

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks import emulator
 from benchmarks.emulated_calls import PER_LAYER, SYNCHRONIZING, WAIT_OF_COMPUTE
 from ds_memo.ops.builder import cuda_headers
 from tests.benchmarks import emulated_controls
+from tests.benchmarks.test_emulator import ran
 from tests.swap.mutants import waits
 
 pytestmark = [
@@ -27,11 +27,6 @@ LAYERS = 6
 SWAPPING = json.dumps({"alpha": 0.5, "resident_layers": 2})
 TILES = json.dumps({"alpha": 0.5, "resident_layers": 0, "tile_tokens": 4096})
 RUN_AHEAD = "run_ahead_limit.py"
-
-
-def ran(capfd: pytest.CaptureFixture[str], *words: str) -> Any:
-    assert emulator.main([*words, "--json"]) == 0
-    return json.loads(capfd.readouterr().out.splitlines()[-1])
 
 
 def control(capfd: pytest.CaptureFixture[str], case: str) -> Any:

@@ -115,15 +115,6 @@ def test_a_copy_beside_work_is_hidden_and_what_waits_for_it_is_not(cuda: Cuda) -
     assert cuda.between(began, cuda.event(compute)) == about(3.5)
 
 
-def test_a_copy_that_waits_for_work_begins_behind_it(cuda: Cuda) -> None:
-    compute, copies = cuda.stream(), cuda.stream()
-    began = cuda.event(compute)
-    cuda.work(compute, 2.0)
-    cuda.wait(copies, cuda.event(compute))
-    cuda.to_host(copies, GB)
-    assert cuda.between(began, cuda.event(copies)) == about(3.0)
-
-
 def test_each_direction_of_the_link_serves_one_copy_at_a_time(cuda: Cuda) -> None:
     first, second, back = cuda.stream(), cuda.stream(), cuda.stream()
     began = cuda.event(first)

@@ -31,9 +31,13 @@ pytestmark = [
 ]
 
 
-def steps(capfd: pytest.CaptureFixture[str], memo: dict[str, Any], length: int = 16384, *options: str) -> list[dict[str, Any]]:
-    assert emulator.main(["step", "gpt7b", str(length), "--json", "--memo", json.dumps(memo), *options]) == 0
+def ran(capfd: pytest.CaptureFixture[str], *words: str) -> Any:
+    assert emulator.main([*words, "--json"]) == 0
     return json.loads(capfd.readouterr().out.splitlines()[-1])
+
+
+def steps(capfd: pytest.CaptureFixture[str], memo: dict[str, Any], length: int = 16384, *options: str) -> list[dict[str, Any]]:
+    return ran(capfd, "step", "gpt7b", str(length), "--memo", json.dumps(memo), *options)
 
 
 @pytest.mark.parametrize(
@@ -62,8 +66,7 @@ def test_alternating_lengths_ask_cuda_for_no_more_than_without_plans(capfd: pyte
     for planned in (True, False):
         plan = {"enabled": planned, "solver": "greedy"}  # the same plan however busy the machine is
         memo = {"alpha": 0.5, "resident_layers": 1, "plan": plan}
-        assert emulator.main(["lengths", "gpt7b", "4096", "--json", "--memo", json.dumps(memo)]) == 0
-        rows = json.loads(capfd.readouterr().out.splitlines()[-1])
+        rows = ran(capfd, "lengths", "gpt7b", "4096", "--memo", json.dumps(memo))
         calls[planned] = sum(row["mallocs"] for row in rows[emulator.COUNTED_AFTER :])
         assert (rows[-1]["hits"] > 0) is planned
     assert calls[True] <= calls[False]
@@ -240,9 +243,7 @@ def one_gpu(tmp_path: Path) -> str:
 def test_copies_hide_and_nothing_is_slower_than_a_rival(workload: str, one_gpu: str, capfd: pytest.CaptureFixture[str]) -> None:
     """The bars of `gpu.sh speed`, by the commands that torch gives and the rates of a table; and what was predicted came true."""
     rivals = ["none", "checkpoint", "deepspeed", "hf_offload", "checkpoint+attention", "ds_memo, planned", "ds_memo, swapping"]
-    asked = ["speed", workload, "65536", "--json", "--hardware", one_gpu, "--host-gib", "100", "--rivals", *rivals]
-    assert emulator.main(asked) == 0
-    point = json.loads(capfd.readouterr().out.splitlines()[-1])
+    point = ran(capfd, "speed", workload, "65536", "--hardware", one_gpu, "--host-gib", "100", "--rivals", *rivals)
     assert len(point["claims"]) >= 9 and [claim for claim in point["claims"] if not claim["held"]] == []
     swapping = point["rivals"]["ds_memo, swapping"]
     assert swapping["report"]["alpha"] > 0.9 and sum(swapping["stall_s_per_step"].values()) < 0.001 * swapping["median_s"]
@@ -262,9 +263,7 @@ def test_formulas_agree_with_the_steps_of_real_commands(workload: str, capfd: py
     base = {"num_hidden_layers": 6, "hidden_size": 4096, "num_attention_heads": 32, "vocab_size": 512}
     question = Question(from_config(base | SHAPES[workload], workload), hardware.load("h200"), 1, 65536, zero=0)
     rivals = ["none", "checkpoint", "ds_memo, planned"]
-    asked = ["speed", workload, "65536", "--json", "--device-gib", "32", "--rivals", *rivals]
-    assert emulator.main(asked) == 0
-    point = json.loads(capfd.readouterr().out.splitlines()[-1])
+    point = ran(capfd, "speed", workload, "65536", "--device-gib", "32", "--rivals", *rivals)
     steps = {name: row["median_s"] for name, row in point["rivals"].items()}
     for rival, method in (("none", "none"), ("checkpoint", "full_recompute")):
         answer = estimate(replace(question, method=method))
@@ -287,9 +286,7 @@ def test_a_link_that_gets_slower_is_noticed(capfd: pytest.CaptureFixture[str]) -
 def test_a_new_plan_in_an_old_arena_leaves_nothing_in_the_cache(capfd: pytest.CaptureFixture[str]) -> None:
     """With every row kept the requests are others than with some of them, so these passes are profiled beside an arena."""
     fast = json.dumps({"resident_layers": 2, "host_memory_gib": 64})
-    asked = ["step", "ulysses8", "262144", "--json", "--memo", fast, "--slow-link", "0.3"]
-    assert emulator.main(asked) == 0
-    rows = json.loads(capfd.readouterr().out.splitlines()[-1])
+    rows = ran(capfd, "step", "ulysses8", "262144", "--memo", fast, "--slow-link", "0.3")
     assert rows[emulator.SLOW_AFTER]["alpha"] == 1.0 > rows[-1]["alpha"]
     assert max(row["reserved"] for row in rows[emulator.SLOW_AFTER :]) > 1.3 * rows[-1]["reserved"]  # it is there to be let go
     assert rows[-1]["hits"] > 0 and rows[-1]["reserved"] <= 1.02 * rows[-1]["requested"]
@@ -298,8 +295,7 @@ def test_a_new_plan_in_an_old_arena_leaves_nothing_in_the_cache(capfd: pytest.Ca
 @pytest.mark.parametrize("gb_per_s", ["1", "3", "6", "25"])
 def test_a_step_over_drives_takes_as_long_as_predicted(gb_per_s: str, capfd: pytest.CaptureFixture[str]) -> None:
     """Waits for files are in the prediction, too."""
-    asked = ["step", "llama8b", "98304", "--json", "--device-gib", "16", "--memo", '{"host_memory_gib": 4}']
-    assert emulator.main([*asked, "--nvme-gb-per-s", gb_per_s]) == 0
-    last = json.loads(capfd.readouterr().out.splitlines()[-1])[-1]
+    asked = ["step", "llama8b", "98304", "--device-gib", "16", "--memo", '{"host_memory_gib": 4}']
+    last = ran(capfd, *asked, "--nvme-gb-per-s", gb_per_s)[-1]
     assert last["ms"] == pytest.approx(1e3 * last["predicted_s"], rel=0.05)
     assert last["nvme"]["bytes_written"] > 0 and "NVMe" in last["binding"]

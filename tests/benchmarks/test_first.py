@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks import cuda_calls, emulated_process, first, first_large, first_steps, results
-from benchmarks.assertions import FAIL, NOT_JUDGED, PASS, SKIPPED, TIMES, VALUES, Assertion, Machine, Measured, Skip, line
+from benchmarks.assertions import FAIL, NOT_JUDGED, PASS, SKIPPED, TIMES, VALUES, Assertion, Machine, Measured, Skip
 from benchmarks.emulated_process import run_emulated
 from ds_memo.ops.builder import cuda_headers
 
@@ -64,11 +64,6 @@ def test_what_a_machine_cannot_judge_runs_and_is_no_failure():
 def test_without_time_an_assertion_fails():
     late = Machine(torch.device("cpu"), emulated=False, end=time.perf_counter() - 1)
     assert asserts(raises).run(late)["measured"] == "no time left"
-
-
-def test_a_line_has_what_was_measured_and_its_bar():
-    row = asserts(lambda machine: Measured("2", held=False)).run(CPU)
-    assert line(row) == " 2  FAIL        a thing: 2; bar: 1\n    cure: mend it"
 
 
 def test_calls_are_counted_inside_the_steps_alone():

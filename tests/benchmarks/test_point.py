@@ -16,11 +16,15 @@ from ds_memo.units import GIB
 CPU = torch.device("cpu")
 
 
-def test_a_rival_that_runs_out_of_memory_is_written_down(tmp_path):
-    shape = speed.shapes(CPU)["gpt7b"]
+def run_point(folder, rivals, budget=None, visits=(2, 2), compare=False, **more):
+    """Run a point of the small GPT at 48 tokens."""
+    shape, budget = speed.shapes(CPU)["gpt7b"], budget or Budget(CPU, GIB)
     model = speed.build(shape, CPU)
-    rivals = [RIVALS["none"], RIVALS["paper"]]
-    found = point.run_point(model, shape, 48, rivals, Budget(CPU, 4096), visits=(2, 2), compare=True, folder=tmp_path)
+    return point.run_point(model, shape, 48, rivals, budget, visits=visits, compare=compare, folder=folder, **more)
+
+
+def test_a_rival_that_runs_out_of_memory_is_written_down(tmp_path):
+    found = run_point(tmp_path, [RIVALS["none"], RIVALS["paper"]], Budget(CPU, 4096), compare=True)
     assert "host memory" in found["rivals"]["paper"]["out"]
     assert "median_s" in found["rivals"]["none"]
 
@@ -31,10 +35,7 @@ def test_a_rival_that_breaks_takes_no_other_with_it(tmp_path):
         raise ValueError("no such kernel")
         yield
 
-    shape = speed.shapes(CPU)["gpt7b"]
-    model = speed.build(shape, CPU)
-    rivals = [replace(RIVALS["none"], name="broken", install=breaks), RIVALS["none"]]
-    found = point.run_point(model, shape, 48, rivals, Budget(CPU, 1 << 30), visits=(2, 2), compare=False, folder=tmp_path)
+    found = run_point(tmp_path, [replace(RIVALS["none"], name="broken", install=breaks), RIVALS["none"]])
     assert found["failures"] == ["gpt7b 48: broken broke: ValueError: no such kernel"]
     assert "median_s" in found["rivals"]["none"] and "median_s" not in found["rivals"]["broken"]
 
@@ -97,26 +98,6 @@ def test_samples_of_a_setting_that_changed_are_dropped():
     assert block.samples_s == [5.0] and block.dropped_s == [1.0, 3.0] and not block.settled
 
 
-def test_a_point_says_what_was_dropped(tmp_path):
-    rival = Reports(*[None] * (point.WARM_UP + 1), "alpha lowered")
-
-    @contextlib.contextmanager
-    def install(model, budget):
-        @contextlib.contextmanager
-        def around():
-            yield
-            rival.steps += 1
-
-        yield point.Installed(around=around, report=rival.report)
-
-    shape = speed.shapes(CPU)["gpt7b"]
-    model = speed.build(shape, CPU)
-    changing = replace(RIVALS["none"], name="changing", install=install)
-    found = point.run_point(model, shape, 48, [changing], Budget(CPU, 1 << 30), visits=(2, 2), compare=False, folder=tmp_path)
-    row = found["rivals"]["changing"]
-    assert len(row["dropped_s"]) == 2 and len(row["samples_s"]) == 2 * 2 and "unsettled" not in row
-
-
 def test_a_point_whose_time_is_over_keeps_what_it_has(tmp_path, monkeypatch):
     """ds_memo and the rivals of its bars have their turn first; a turn that would end too late does not begin."""
     clock, order = 0.0, []
@@ -133,16 +114,14 @@ def test_a_point_whose_time_is_over_keeps_what_it_has(tmp_path, monkeypatch):
         return replace(RIVALS["none"], name=name, install=install)
 
     rivals = [rival("paper", 1), rival("save_on_cpu", 90), rival("none", 1), rival("last", 1), rival("hf_offload", 10)]
-    shape, budget = speed.shapes(CPU)["gpt7b"], Budget(CPU, 1 << 30)
-    model = speed.build(shape, CPU)
-    found = point.run_point(model, shape, 48, rivals, budget, visits=(2, 2), compare=False, folder=tmp_path, until=101)
+    found = run_point(tmp_path, rivals, until=101)
     assert order == ["none", "hf_offload", "paper", "save_on_cpu"]
     rows = found["rivals"]
     assert rows["last"]["out"] == "not tried: no time left" and "median_s" not in rows["last"]
     assert all("median_s" in rows[name] for name in order) and found["failures"] == []
     order.clear()
     clock = 0.0
-    found = point.run_point(model, shape, 48, rivals[:4:2], budget, visits=(2, 2), compare=False, folder=tmp_path, until=2.5)
+    found = run_point(tmp_path, rivals[:4:2], until=2.5)
     assert order == ["none", "paper"]  # a second turn of either would end at 3
 
 
@@ -165,17 +144,13 @@ def counting(name, order, steps):
 def test_rivals_are_warmed_up_alike_and_every_other_turn_goes_backwards(tmp_path, monkeypatch):
     """On a card that is held to a power limit the first one would have a cool card every time."""
     order, steps = [], {}
-    names = ["paper", "checkpoint", "none"]
-    shape = speed.shapes(CPU)["gpt7b"]
-    model = speed.build(shape, CPU)
-    rivals = [counting(name, order, steps) for name in names]
+    rivals = [counting(name, order, steps) for name in ("paper", "checkpoint", "none")]
     told = []
 
     def tell(found):
         told.append(sum("median_s" in row for row in found["rivals"].values()))
 
-    budget = Budget(CPU, 1 << 30)
-    found = point.run_point(model, shape, 48, rivals, budget, visits=(3, 2), compare=False, folder=tmp_path, tell=tell)
+    found = run_point(tmp_path, rivals, visits=(3, 2), tell=tell)
     there = ["none", "checkpoint", "paper"]
     assert order == [*there, *there[::-1], *there]
     assert set(steps.values()) == {3 * (point.WARM_UP + 2) + 1}  # and one whose memory is counted
@@ -191,8 +166,6 @@ def test_a_later_turn_is_for_those_that_are_needed(tmp_path):
 
 def test_a_device_that_is_lost_takes_no_numbers_with_it(tmp_path, monkeypatch):
     order = []
-    shape = speed.shapes(CPU)["gpt7b"]
-    model = speed.build(shape, CPU)
     rivals = [counting(name, order, {}) for name in ("none", "checkpoint")]
 
     def clear(device):
@@ -200,18 +173,14 @@ def test_a_device_that_is_lost_takes_no_numbers_with_it(tmp_path, monkeypatch):
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     monkeypatch.setattr(point, "clear", clear)
-    found = point.run_point(model, shape, 48, rivals, Budget(CPU, 1 << 30), visits=(1, 2), compare=False, folder=tmp_path)
+    found = run_point(tmp_path, rivals, visits=(1, 2))
     assert "median_s" in found["rivals"]["none"]
     assert found["failures"] == ["gpt7b 48: RuntimeError: CUDA error: an illegal memory access was encountered"]
 
 
 def test_a_part_that_breaks_takes_no_rival_with_it(tmp_path, monkeypatch):
-    shape = speed.shapes(CPU)["gpt7b"]
-    model = speed.build(shape, CPU)
     monkeypatch.setattr(point, "gradients", lambda *args: 1 / 0)
-    found = point.run_point(
-        model, shape, 48, [RIVALS["none"]], Budget(CPU, 1 << 30), visits=(2, 2), compare=True, folder=tmp_path
-    )
+    found = run_point(tmp_path, [RIVALS["none"]], compare=True)
     assert found["failures"] == ["gpt7b 48: gradients: ZeroDivisionError: division by zero"]
     assert "median_s" in found["rivals"]["none"]
 
@@ -234,15 +203,15 @@ def test_streams_of_a_cuda_trace():
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("workload, length", [("gpt7b", 96), ("ulysses8", 192)])
-def test_the_prediction_comes_from_the_solver_and_from_the_estimator(workload, length, tmp_path):
-    shape = speed.shapes(CPU)[workload]
-    trainer = timing.Trainer(speed.build(shape, CPU), point.batch(shape, length, CPU))
-    found = predict.predict(trainer, shape, length, Budget(CPU, GIB, cache_dir=str(tmp_path)), tmp_path, hardware="h200")
+def test_the_prediction_comes_from_the_solver_and_from_the_estimator(tmp_path):
+    """For ranks that share a sequence; the test below has one rank."""
+    shape = speed.shapes(CPU)["ulysses8"]
+    trainer = timing.Trainer(speed.build(shape, CPU), point.batch(shape, 192, CPU))
+    found = predict.predict(trainer, shape, 192, Budget(CPU, GIB, cache_dir=str(tmp_path)), tmp_path, hardware="h200")
     assert found["solver"]["layers_s"] > 0
     assert "why" not in found, found
     assert found["step_s"] > 0 and found["estimate"]["status"] == "ok"
-    assert (tmp_path / f"profile-{workload}-{length}.json").exists()
+    assert (tmp_path / "profile-ulysses8-192.json").exists()
     assert found["estimate"]["layout"]["sp"] == shape.ranks
 
 
@@ -266,29 +235,16 @@ def test_the_prediction_keeps_to_the_device_budget(tmp_path):
 
 @pytest.mark.slow
 def test_the_prediction_is_told_before_anything_is_timed(tmp_path):
-    shape = speed.shapes(CPU)["gpt7b"]
-    model = speed.build(shape, CPU)
     told = []
 
     def tell(found):
         told.append((found["predicted"].get("alpha"), [len(row["samples_s"]) for row in found["rivals"].values()]))
 
     budget = Budget(CPU, GIB, 500_000, cache_dir=str(tmp_path))
-    rivals = [RIVALS[PLANNED]]
-    found = point.run_point(model, shape, 48, rivals, budget, visits=(1, 2), compare=False, folder=tmp_path, tell=tell)
+    found = run_point(tmp_path, [RIVALS[PLANNED]], budget, visits=(1, 2), tell=tell)
     alpha = found["predicted"]["alpha"]
     assert told == [(alpha, [0]), (alpha, [2])] and alpha is not None
     assert found["device_budget"] == 500_000 and found["failures"] == []
-
-
-def test_a_prediction_in_words():
-    said = {"alpha": 0.5, "resident_layers": 3, "binding": "link", "step_s": 2.0, "estimate": {"binding": "link"}}
-    assert predict.in_words(said) == "step 2000.0 ms; alpha 0.5, 3 resident; link"
-    assert predict.in_words(said, 1.6) == "step 2000.0 ms, measured 1600.0 ms (+25.0%); alpha 0.5, 3 resident; link"
-    said |= {"step_s": None}
-    assert predict.in_words(said).startswith("no step: link; alpha")
-    assert predict.in_words(said | {"estimate": None}).startswith("no step: the estimator does not know this device; alpha")
-    assert predict.in_words({"skipped": "no time left"}) == "no time left"
 
 
 @dataclass

@@ -36,7 +36,7 @@ def budget(shape, **more):
     return Budget(CPU, 1 << 27, ranks=shape.ranks, bandwidth=1e9, layer_forward_s=1e-3, **more)
 
 
-@pytest.mark.parametrize("workload", everyday(["gpt7b", "llama8b", "ulysses8"], ["llama8b"]))
+@pytest.mark.parametrize("workload", everyday(["gpt7b", "llama8b", "ulysses8"], ["llama8b"], ["gpt7b"]))
 @pytest.mark.parametrize("name", RIVALS)
 def test_gradients_are_those_of_stock(name, workload, stock, tmp_path):
     shape, trainer, loss, want = stock(workload)

@@ -118,8 +118,6 @@ def breaks(*arguments):
         (attention, "kernels", "attention: ValueError: boom"),
         (attention, "picked", "attention 128: what PyTorch picks breaks: ValueError: boom"),
         (speed, "measure_bandwidth", "link: ValueError: boom"),
-        (speed.host_memory, "budget", "host memory: ValueError: boom"),
-        (speed, "claims", "gpt7b 48: ValueError: boom"),
         (speed, "show", "gpt7b 48, printed: ValueError: boom"),
     ],
 )

@@ -115,18 +115,9 @@ def test_a_length_that_ranks_cannot_share(capsys, tokens, noted):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("gpus", "tokens"), [(8, "64K"), (512, "4M"), (4096, "64M")])
-def test_the_whole_scale_has_an_answer(capsys, gpus, tokens):
-    base = (
-        "estimate",
-        "--model",
-        str(ROOT / "ds_configs" / "models" / "gpt-65b.json"),
-        "--hardware",
-        "h200",
-        "--gpus",
-        str(gpus),
-    )
-    got = answer(capsys, "--seq-length", tokens, "--tile-tokens", "0", base=base)
+def test_the_end_of_the_scale_has_an_answer(capsys):
+    base = ("estimate", "--model", GPT.replace("7b", "65b"), "--hardware", "h200", "--gpus", "4096")
+    got = answer(capsys, "--seq-length", "64M", "--tile-tokens", "0", base=base)
     assert got["status"] in ("ok", "oom", "oohm") and (got["mfu"] is None) == (got["status"] != "ok")
 
 
@@ -169,17 +160,12 @@ def test_timelines(capsys, tmp_path):
     [
         (("--seq-length", "0"), "'0'"),
         (("--seq-length", "12Q"), "'12Q'"),
-        (("--seq-length", "1.5"), "'1.5'"),
-        (("--seq-length", "nan"), "'nan'"),
         (("--seq-length", "1M", "--gpus", "-8"), "'-8'"),
         (("--seq-length", "1M", "--alpha", "1.5"), "'1.5'"),
         (("--seq-length", "1M", "--alpha", "0.5", "--method", "none"), "only memo"),
         (("--seq-length", "1M", "--method", "magic"), "magic"),
-        (("--seq-length", "1M", "--zero", "7"), "7"),
         (("--seq-length", "1M", "--sp", "3"), "not a multiple"),
         (("--seq-length", "1M", "--gpus", "64", "--sp", "64"), "Ulysses ends at sp 32"),
-        (("--seq-length", "1M", "--tp", "16"), "not a multiple"),
-        (("--seq-length", "1M", "--host-memory-gib", "-1"), "'-1'"),
         (("--seq-length", "1M", "--device-memory-gib", "0"), "'0'"),
         (("--seq-length", "1M", "--device-memory-gib", "1e300"), "at most 1e9"),
         (("--seq-length", "1M", "--hardware", "abacus"), "hardware_data/h200.json"),
@@ -191,16 +177,12 @@ def test_timelines(capsys, tmp_path):
         (("--seq-length", "1M", "-o", "x.csv"), "--sweep or --compare"),
         (("--sweep", "2M:1M"), "A not above B"),
         (("--sweep", "64K:"), "'64K:', expected A:B or A,B"),
-        (("--sweep", "64K,"), "'64K,', expected A:B or A,B"),
-        (("--sweep", "1M", "--method", "none", "--alpha", "0.5"), "only memo has an alpha"),
         (("--sweep", "64K:1M", "-o", "x.pdf"), "x.pdf"),
         (("--seq-length", "1M", "--tile-tokens", "-1"), "'-1'"),
         (("--seq-length", "1M", "--tile-tokens", "4096", "--method", "none"), "only memo runs layers in tiles"),
         (("--max-length", "--sweep", "1M"), "do not go with"),
-        (("--max-length", "--seq-length", "1M"), "choose lengths"),
         (("--min-gpus", "--seq-length", "1M"), "--min-gpus"),
         (("--compare", "--seq-length", "1M", "--alpha", "0.5"), "its own alpha"),
-        (("--colour", "red", "--seq-length", "1M"), "--colour"),
         ((), "--seq-length"),
     ],
 )
@@ -251,7 +233,6 @@ def machine() -> dict:
     ("key", "entry", "says"),
     [
         ("peak", {"value": 312, "unit": "TFLOPs"}, "unit 'TFLOPs'"),
-        ("d2h", {"value": 10, "unit": "GiB"}, "unit 'GiB'"),
         ("d2h", {"value": -1, "unit": "GB/s"}, "above 0"),
         ("d2h", {"value": "fast", "unit": "GB/s"}, "expected a number"),
         ("d2h", 10, "expected {"),
@@ -259,14 +240,11 @@ def machine() -> dict:
         ("device_reserve", {"value": 200, "unit": "GiB"}, "below device_memory"),
         ("fragmentation", {"value": 0.5, "unit": ""}, "at least 1"),
         ("gpus_per_node", {"value": 2.5, "unit": ""}, "whole number"),
-        ("multiprocessors", {"value": 131.5, "unit": ""}, "whole number"),
         ("d3h", {"value": 1, "unit": "GB/s"}, "unknown key 'd3h'"),
         ("peak", None, "missing peak"),
         ("peak", {"value": 312, "unit": ["TFLOP/s"]}, "unit ['TFLOP/s']"),
-        ("peak", {"value": 312, "unit": {}}, "unit {}"),
         ("peak", {"value": 10**400, "unit": "TFLOP/s"}, "out of all proportion"),
         ("host_memory", {"value": 1e300, "unit": "GiB"}, "out of all proportion"),
-        ("gpus_per_node", {"value": 10**400, "unit": ""}, "out of all proportion"),
         ("gemm_efficiency", {"value": 1e-300, "unit": ""}, "out of all proportion"),
         ("stall", {"value": -(10**400), "unit": ""}, "at least 0"),
     ],

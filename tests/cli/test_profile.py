@@ -16,7 +16,6 @@ from ds_memo.profile import bandwidth, run
 from ds_memo.profile.json_file import from_json
 from tests.command import complaint
 from tests.distributed_harness.common import DistributedTest
-from tests.everyday import everyday
 from tests.launch.launcher import free_port
 from tests.processes import ROOT, python
 
@@ -97,16 +96,9 @@ def test_every_kind_of_layer_is_measured(tmp_path, capsys):
     assert "model.layers.0 and 3 more like it" in out and "model.layers.2 and 1 more like it" in out
 
 
-@pytest.mark.parametrize("name", everyday(["gpt2", "opt", "gpt_neox"], ["gpt2"]))
-def test_other_families(tmp_path, capsys, name):
-    changes = {"model_type": name, "architectures": None, "n_layer": 6, "n_embd": 128, "n_head": 4, "ffn_dim": 256}
-    changes |= {
-        "max_position_embeddings": 256,
-        "n_positions": 256,
-        "hidden_act": "gelu",
-        "attn_pdrop": 0.0,
-        "word_embed_proj_dim": 128,
-    }
+def test_another_family(tmp_path, capsys):
+    changes = {"model_type": "gpt2", "architectures": None, "n_layer": 6, "n_embd": 128, "n_head": 4, "attn_pdrop": 0.0}
+    changes |= {"max_position_embeddings": 256, "n_positions": 256}
     assert cli.main([*BASE, "--model", model(tmp_path, **changes), "--json"]) == 0
     profile = from_json(capsys.readouterr().out)
     (sample,) = profile.kinds[0].samples
@@ -144,15 +136,10 @@ def test_nothing_is_left(capsys):
     ("words", "says"),
     [
         (("--model", "none.json"), "no such file"),
-        (("--model", str(ROOT / "README.md")), "cannot be built"),
         (("--model", str(ROOT / "ds_configs" / "zero3_bf16_memo.json")), "cannot be built"),
         (("--model", TINY, "--seq-length", "0"), "whole tokens"),
-        (("--model", TINY, "--seq-length", "many"), "whole tokens"),
         (("--model", TINY, "--batch", "0"), "whole number"),
-        (("--model", TINY, "--dtype", "int8"), "int8"),
         (("--model", TINY, "--method", "guess"), "guess"),
-        (("--model", TINY, "--method", "unified"), "unified"),
-        (("--model", TINY, "--device", "tpu"), "tpu"),
         (("--model", TINY, "--host-memory-gib", "-1"), "GiB above 0"),
         (("--model", TINY, "--attn-implementation", "fastest"), "fastest"),
         (("--model", TINY, "--frobnicate"), "frobnicate"),
@@ -176,7 +163,7 @@ def test_a_model_that_cannot_be_called_so_says_why(tmp_path, capsys):
     assert "IndexError" in complaint(capsys, *BASE, "--model", path, after_progress=True)
 
 
-@pytest.mark.parametrize("name", ["T5Config", "BartConfig", "WhisperConfig", "MllamaConfig"])
+@pytest.mark.parametrize("name", ["T5Config", "MllamaConfig"])
 def test_layers_that_attend_to_an_encoder(tmp_path, capsys, name):
     import transformers
 
@@ -234,13 +221,12 @@ def _watch_copies() -> list[tuple[float, float, float]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", [("torch.distributed.run", "--nproc-per-node", "2", "-m"), ("deepspeed.launcher.launch",)])
-def test_launched(tmp_path, launcher):
+def test_launched_by_deepspeed(tmp_path):
+    """TestTwoRanks has what torchrun sets; DeepSpeed passes --local_rank, too."""
     path = tmp_path / "profile.json"
-    if launcher[0].startswith("deepspeed"):
-        world = "eyJsb2NhbGhvc3QiOiBbMCwgMV19"  # {"localhost": [0, 1]}, as deepspeed passes it on
-        launcher = (*launcher, f"--world_info={world}", "--master_addr=127.0.0.1", f"--master_port={free_port()}", "--module")
-    done = python("-m", *launcher, "ds_memo.cli", *BASE, "--model", TINY, "-o", str(path))
+    world = "eyJsb2NhbGhvc3QiOiBbMCwgMV19"  # {"localhost": [0, 1]}, as deepspeed passes it on
+    launcher = ("deepspeed.launcher.launch", f"--world_info={world}", "--master_addr=127.0.0.1", f"--master_port={free_port()}")
+    done = python("-m", *launcher, "--module", "ds_memo.cli", *BASE, "--model", TINY, "-o", str(path))
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("written to") == 1
     profile = from_json(path.read_text())

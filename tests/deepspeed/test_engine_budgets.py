@@ -37,7 +37,7 @@ def trained(stage: int, accumulate: int = 1, steps: int = 4) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_what_an_engine_takes_is_solved_for(stage: int) -> None:
     """The arena is as large as predicted; from ZeRO-1 on it would be larger, were only the layers known."""
     engine = trained(stage)

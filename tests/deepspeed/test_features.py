@@ -74,9 +74,10 @@ def twice(engine: Any, loss: torch.Tensor) -> None:
 
 
 SLOW = pytest.mark.slow
+SWEEP = [SLOW, pytest.mark.sweep]
 
 
-@pytest.mark.parametrize("memo", [pytest.param(MEMO, id="given"), pytest.param({"enabled": True}, id="solved", marks=SLOW)])
+@pytest.mark.parametrize("memo", [pytest.param(MEMO, id="given"), pytest.param({"enabled": True}, id="solved", marks=SWEEP)])
 @pytest.mark.parametrize(
     "stage, section, backward",
     [

@@ -26,14 +26,12 @@ from tests.models import LAYERS, Batch, Block, Toy, build
 deepspeed = engines.deepspeed
 pytestmark = engines.ON_ONE_CPU_RANK
 
-STAGES = (0, 1, 2, 3)
 FP32, BF16 = torch.float32, torch.bfloat16
-STAGES_AND_DTYPES = [(0, FP32), (1, BF16), (2, FP32), (3, FP32), (3, BF16)]
-"""Every stage and dtype; test_matrix.py has them all on two ranks."""
 
 
-@pytest.mark.parametrize("stage, dtype", everyday(STAGES_AND_DTYPES, STAGES_AND_DTYPES[:2]), ids=str)
+@pytest.mark.parametrize("stage, dtype", everyday([(0, FP32), (1, BF16), (3, FP32)], [(0, FP32), (1, BF16)]), ids=str)
 def test_trains_as_without_memo(stage: int, dtype: torch.dtype) -> None:
+    """test_matrix.py has every stage and dtype, on two ranks."""
     plain = start(ds_config(stage, dtype))
     assert not hasattr(plain, "memo")
     want = train(plain, dtype)
@@ -77,7 +75,7 @@ def gloo_lets_go(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("gloo_lets_go")
-@pytest.mark.parametrize("stage, dtype", STAGES_AND_DTYPES, ids=str)
+@pytest.mark.parametrize("stage, dtype", [(2, FP32), (3, BF16)], ids=str)
 def test_planned_addresses(stage: int, dtype: torch.dtype) -> None:
     """99 % of the requests have theirs from the third optimizer step on, of two micro-batches each; the losses stay the same."""
     losses = []
@@ -139,7 +137,7 @@ def test_leaf_modules_of_zero_3(tmp_path: Path) -> None:
     engine.memo.detach()
 
 
-@pytest.mark.parametrize("stage", everyday(STAGES, [2]))
+@pytest.mark.parametrize("stage", everyday([2, 3], [2]))
 def test_tiled_mlps(stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """DeepSpeed's TiledMLP adds to gradients inside a backward, and its hooks count them: a profile must give it others."""
     from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP
@@ -190,15 +188,6 @@ def test_an_engine_that_takes_no_steps_is_left_alone(how: str, why: str, capsys:
     report = trained.memo.report()
     assert report["active"] and report["plan"] and report["warnings"] == []
     trained.memo.detach()
-
-
-def test_detach_gives_the_engine_back() -> None:
-    engine = start(ds_config(memo=MEMO))
-    train(engine, steps=1)
-    engine.memo.detach()
-    train(engine, steps=1)
-    with pytest.raises(ds_memo.MemoError, match="detached"):
-        ds_memo.report(engine)
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
@@ -315,13 +304,11 @@ def test_pipelines_are_refused() -> None:
 @pytest.mark.parametrize(
     "memo, message",
     [
-        ({"enabled": True, "alpha": 2}, r"memo\.alpha: got 2"),
         ({"enabled": True, "nonsense": 2}, r"memo\.nonsense: unknown key"),
         (
             {"enabled": True, "resident_layers": LAYERS + 1},
             rf"memo\.resident_layers: got {LAYERS + 1}; allowed: .* from 0 to {LAYERS}",
         ),
-        ([], "must be a JSON object"),
     ],
 )
 def test_wrong_sections_are_refused_before_deepspeed_starts(memo: Any, message: str) -> None:
@@ -381,7 +368,7 @@ def test_monitors_are_told(tmp_path: Path) -> None:
     engine.memo.detach()
 
 
-@pytest.mark.parametrize("stage", everyday([0, 2, 3], [2]))
+@pytest.mark.parametrize("stage", everyday([2, 3], [2]))
 def test_two_engines_that_take_turns(stage: int) -> None:
     """An actor and its critic: all of the host for each, planned addresses for both, and the losses of stock."""
 

@@ -232,7 +232,7 @@ class TestUlysses(DistributedTest):
 
     def test_sdpa(self):
         """Grouped heads, as many for keys as for queries, experts; layouts come twice in a row, and again after others."""
-        for name, alphas in (("llama", (None, 0.0, 0.5, 1.0)), ("neox", (0.5,)), ("mixtral", (0.5,))):
+        for name, alphas in (("llama", (None, 0.5)), ("neox", (0.5,)), ("mixtral", (0.5,))):
             wants = {layout: Packed(layout).apart(build(name)) for layout in (UNPACKED, *LAYOUTS)}
             for alpha in alphas:
                 model = build(name)
@@ -244,7 +244,8 @@ class TestUlysses(DistributedTest):
 
     def test_kernels_that_are_told(self, monkeypatch):
         wants = {layout: Packed(layout).apart(build("llama")) for layout in (UNPACKED, *LAYOUTS)}
-        for implementation, alpha in itertools.product(["flex_attention", *FLASHES], (None, 0.5)):
+        alone = [("flex_attention", None), (FLASHES[0], None)]
+        for implementation, alpha in (*alone, *((name, 0.5) for name in ("flex_attention", *FLASHES))):
             model = build("llama")
             use(model, implementation, monkeypatch)
             ulysses.set_up(model, 2)
@@ -252,13 +253,6 @@ class TestUlysses(DistributedTest):
             for layout in (UNPACKED, UNPACKED, *LAYOUTS, *LAYOUTS):
                 assert_as_apart(Packed(layout).in_parts(model), wants[layout])
             assert handle is None or implementation in FLASHES or handle.report()["attention_recomputed"] == 0
-
-    def test_flash_gets_the_borders_of_all_rows(self, monkeypatch):
-        model = build("llama")
-        kernels = use_flash(model, "flash_attention_2", monkeypatch)
-        ulysses.set_up(model, 2)
-        Packed(SPREAD).in_parts(model)
-        assert kernels.calls == [[0, 20, 45, 64, 128]] * LAYERS
 
     def test_without_what_it_knows_of_documents(self, monkeypatch):
         """A negative control of the tests above: DeepSpeed's attention as it is."""
@@ -396,8 +390,7 @@ class TestUlysses(DistributedTest):
             assert {*seen} == {(*first, length - sum(first)) for length in (64, 128, 256, 400)}
             handle.detach()
 
-    @pytest.mark.parametrize("stage", [0, 3])
-    def test_under_deepspeed(self, stage, monkeypatch):
+    def test_under_deepspeed(self, monkeypatch):
         """Losses of three steps, as one rank has them. ZeRO-3 hands position_ids on as they are, so no layer looks for itself."""
         packs = [Packed(layout, seed) for seed, layout in enumerate((SPREAD, PADDED, HALVES))]
         model, wants = build("llama"), []
@@ -416,7 +409,7 @@ class TestUlysses(DistributedTest):
             "gradient_clipping": 1.0,
             "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
             "zero_allow_untested_optimizer": True,
-            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+            "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
             "memo": {"enabled": True, **memo(0.5)},
         }
         engine = ds_memo.initialize(model=model, model_parameters=model.parameters(), config=config)[0]

@@ -102,8 +102,7 @@ class TestTilesUnderUlysses(DistributedTest):
                 if hook is not None:
                     hook.remove()
 
-    @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
-    def test_one_ranks_router_flips(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_one_ranks_router_flips(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Two experts have equal scores, and half of rank 1's products are off by their last bit."""
         linear = F.linear
 
@@ -113,7 +112,7 @@ class TestTilesUnderUlysses(DistributedTest):
             ups = torch.from_numpy(noise.random(out.shape) < 0.5 * dist.get_rank())
             return torch.where(ups, out * (1 + torch.finfo(out.dtype).eps), out)
 
-        with in_parts(name, IN_TILES) as (model, handle, _):
+        with in_parts("mixtral", IN_TILES) as (model, handle, _):
             with torch.no_grad():
                 for layer in model.model.layers:
                     layer.mlp.gate.weight[1].copy_(layer.mlp.gate.weight[0])

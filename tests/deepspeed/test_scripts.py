@@ -145,28 +145,22 @@ class TestTrainer(DistributedTest):
     world_size = 2
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-    def test_half_precision(self, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_half_precision(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """fp16 starts with a loss scale that is too large: steps are skipped until it fits."""
         from deepspeed.accelerator import get_accelerator
 
         monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: True)  # slow on a CPU, and right
-        scale = {"fp16": {"enabled": True, "initial_scale_power": 16}} if dtype == "fp16" else {"bf16": {"enabled": True}}
-        assert_same_losses(tmp_path, 2, rel=1e-2, config=scale, **{dtype: True})
+        scale = {"fp16": {"enabled": True, "initial_scale_power": 16}}
+        assert_same_losses(tmp_path, 2, rel=1e-2, config=scale, fp16=True)
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("stage", [2, 3])
-    def test_torch_compile(self, stage: int, tmp_path: Path) -> None:
+    def test_torch_compile(self, tmp_path: Path) -> None:
         """Layers are compiled one by one. Under ZeRO-3 they are gathered whole."""
         compiled = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
-        assert_same_losses(tmp_path, stage, rel=1e-5, under_memo=compiled)
+        assert_same_losses(tmp_path, 3, rel=1e-5, under_memo=compiled)
 
-    @pytest.mark.parametrize("length", [pytest.param(48, marks=pytest.mark.slow), None], ids=["one length", "lengths vary"])
-    def test_accelerates_own_sequence_parallelism(
-        self, length: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """ParallelismConfig(sp_size=2), which sets DeepSpeed's Ulysses up by itself."""
-        fixed = {"sp_seq_length": length} if length else {}
+    def test_accelerates_own_sequence_parallelism(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """ParallelismConfig(sp_size=2), which sets DeepSpeed's Ulysses up by itself, for lengths that vary."""
         from deepspeed.runtime.sequence_parallel import parallel_state_sp
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -180,15 +174,11 @@ class TestTrainer(DistributedTest):
             return run(*args, **kwargs)
 
         monkeypatch.setitem(globals(), "run_here", set_up_anew)
-        assert_same_losses(tmp_path, 3, sp_size=2, **fixed)
+        assert_same_losses(tmp_path, 3, sp_size=2)
 
-    @pytest.mark.parametrize(
-        "stage, section",
-        everyday([(3, MEMO), (1, MEMO), (3, TILES), (2, TILES)], [(3, MEMO)]),
-        ids=["3", "1", "3 in tiles", "2 in tiles"],
-    )
-    def test_the_same_losses_and_checkpoints_that_go_both_ways(self, stage: int, section: dict[str, Any], tmp_path: Path) -> None:
-        stock, memo = ds_config(tmp_path, stage, None), ds_config(tmp_path, stage, section)
+    @pytest.mark.parametrize("section", everyday([MEMO, TILES], [MEMO]), ids=["whole layers", "tiles"])
+    def test_the_same_losses_and_checkpoints_that_go_both_ways(self, section: dict[str, Any], tmp_path: Path) -> None:
+        stock, memo = ds_config(tmp_path, 3, None), ds_config(tmp_path, 3, section)
         assert set(run_here("trainer.py", trainer_words(tmp_path / "stock", stock))) == {None}
         # The Trainer switches gradient checkpointing on before DeepSpeed starts; memo takes its place.
         assert_worked(run_here("trainer.py", trainer_words(tmp_path / "memo", memo, gradient_checkpointing=True)))
@@ -211,7 +201,7 @@ class TestTrainer(DistributedTest):
 class TestSFTTrainer(DistributedTest):
     world_size = 2
 
-    @pytest.mark.slow  # test_a_loop has adapters every day
+    @pytest.mark.slow
     def test_lora(self, tmp_path: Path) -> None:
         pytest.importorskip("trl", reason="TRL is not installed: pip install trl")
         assert_same_losses(tmp_path, 3, "sft.py", bf16=False)
@@ -221,11 +211,10 @@ class TestSFTTrainer(DistributedTest):
 class TestDPOTrainer(DistributedTest):
     world_size = 2
 
-    @pytest.mark.parametrize("stage", [2, 3])
-    def test_the_reference_model_is_left_alone(self, stage: int, tmp_path: Path) -> None:
+    def test_the_reference_model_is_left_alone(self, tmp_path: Path) -> None:
         pytest.importorskip("trl", reason="TRL is not installed: pip install trl")
         with contextlib.redirect_stderr(io.StringIO()) as told:
-            report = assert_same_losses(tmp_path, stage, "dpo.py", bf16=False)
+            report = assert_same_losses(tmp_path, 3, "dpo.py", bf16=False)
         assert report["plan"]["hits"] > 0
         assert len(attached()) == 0  # run_here detached the engines that took steps, and the reference was never attached
         if os.environ["RANK"] == "0":
@@ -236,20 +225,13 @@ class TestDPOTrainer(DistributedTest):
 class TestAccelerate(DistributedTest):
     world_size = 2
 
-    @pytest.mark.parametrize(
-        "more, section",
-        [
-            pytest.param([], MEMO, id="full", marks=pytest.mark.slow),
-            pytest.param(["--lora"], MEMO, id="lora"),
-            pytest.param(["--lora"], TILES, id="lora in tiles", marks=pytest.mark.slow),
-        ],
-    )
-    def test_a_loop(self, more: list[str], section: dict[str, Any], tmp_path: Path) -> None:
+    @pytest.mark.parametrize("section", everyday([MEMO, TILES], [MEMO]), ids=["whole layers", "tiles"])
+    def test_a_loop_with_adapters(self, section: dict[str, Any], tmp_path: Path) -> None:
         losses = []
         for memo in (None, section):
             os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = ds_config(tmp_path, 3, memo, optimizer=False)
             os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = "2"
-            reports = run_here("accelerate_loop.py", [*more, str(tmp_path / "losses.json")])
+            reports = run_here("accelerate_loop.py", ["--lora", str(tmp_path / "losses.json")])
             losses.append(json.loads((tmp_path / "losses.json").read_text()))
         assert_worked(reports)
         assert len(set(losses[0])) == 8

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import collections
+import functools
 from typing import Any
 
 import deepspeed.comm as dist
 import pytest
-import torch
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from deepspeed.utils import z3_leaf_module
 from torch import nn
@@ -18,8 +18,8 @@ from ds_memo.placement import Tiles
 from ds_memo.solve.kinds import place
 from ds_memo.solve.memory import device_bytes
 from ds_memo.units import GIB
+from tests.deepspeed import test_uneven_ranks as uneven
 from tests.distributed_harness.common import ON_CPU, DistributedTest
-from tests.models import VOCAB
 from tests.tiles.rig import LAYERS, small
 
 pytestmark = pytest.mark.skipif(not ON_CPU, reason="CPU ranks")
@@ -28,6 +28,7 @@ SHORT, LONG, LONGEST = 1024, 2048, 8192
 """SHORT is too short to be measured in tiles."""
 PLENTY = 1.0
 """GiB."""
+train = functools.partial(uneven.train, rows=1)
 
 
 def start(name: str = "llama", **memo: Any) -> Any:
@@ -40,18 +41,6 @@ def start(name: str = "llama", **memo: Any) -> Any:
         "memo": {"enabled": bool(memo), "plan": {"enabled": False}, **memo},
     }
     return ds_memo.initialize(model=small(name), config=config)[0]
-
-
-def train(engine: Any, lengths: list[int], first: int = 0) -> list[float]:
-    losses = []
-    for number, length in enumerate(lengths, first):
-        generator = torch.Generator().manual_seed(2 * number + dist.get_rank())
-        tokens = torch.randint(VOCAB, (1, length), generator=generator)
-        loss = engine(input_ids=tokens, labels=tokens).loss
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
 
 
 def for_tiles_alone(length: int) -> float:
@@ -89,7 +78,7 @@ def counted_gathers(engine: Any) -> collections.Counter[str]:
 
 
 class TestSolved(DistributedTest):
-    world_size = [1, 2]  # noqa: RUF012
+    world_size = 2
 
     def test_layers_are_gathered_once_for_each_phase(self, monkeypatch: pytest.MonkeyPatch) -> None:
         forgot: list[int] = []
@@ -163,11 +152,3 @@ class TestNotTiled(DistributedTest):
         train(engine, [LONG])
         (why,) = engine.memo.report()["profile"]["not_tiled"].values()
         assert "is a leaf module of ZeRO-3" in why
-
-    def test_a_finished_engine(self) -> None:
-        engine = start()
-        handle = ds_memo.attach(engine.module, {"device_memory_gib": PLENTY, "plan": {"enabled": False}})
-        train(engine, [LONG])
-        (why,) = handle.report()["profile"]["not_tiled"].values()
-        assert "ds_memo.initialize" in why
-        handle.detach()

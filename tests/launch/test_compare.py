@@ -1,11 +1,9 @@
 """compare.py: equal runs pass, different ones fail."""
 
 import json
-import subprocess
-import sys
 
 import pytest
-from compare import differences, table
+from compare import differences, main, table
 
 from tests.launch.launcher import REPO
 
@@ -48,22 +46,23 @@ def test_differences():
         differences(run([]), run([]))
 
 
-@pytest.mark.processes
+def compare(monkeypatch, *files):
+    monkeypatch.setattr("sys.argv", ["compare.py", *map(str, files)])
+    return main()
+
+
 @pytest.mark.parametrize(
     ("dtype", "loss", "code"),
     [("float32", 2.00001, 0), ("float32", 2.001, 1), ("float32", float("nan"), 1), ("bfloat16", 2.001, 0)],
 )
-def test_the_exit_code(tmp_path, dtype, loss, code):
+def test_the_exit_code(tmp_path, monkeypatch, capsys, dtype, loss, code):
     (tmp_path / "memo.json").write_text(json.dumps(run([loss], report=REPORT, dtype=dtype)))
     (tmp_path / "plain.json").write_text(json.dumps(run([2.0], dtype=dtype)))
-    command = [sys.executable, REPO / "launch" / "compare.py", tmp_path / "memo.json", tmp_path / "plain.json"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == code, done.stderr
-    assert ("DIFFERENT" in done.stdout) == bool(code)
+    assert compare(monkeypatch, tmp_path / "memo.json", tmp_path / "plain.json") == code
+    assert ("DIFFERENT" in capsys.readouterr().out) == bool(code)
 
 
-@pytest.mark.processes
-def test_what_cannot_be_compared(tmp_path):
+def test_what_cannot_be_compared(tmp_path, monkeypatch, capsys):
     memo, plain = tmp_path / "memo.json", tmp_path / "plain.json"
     memo.write_text(json.dumps(run([2.0], report=REPORT)))
     plain.write_text(json.dumps(run([2.0])))
@@ -73,6 +72,7 @@ def test_what_cannot_be_compared(tmp_path):
         (memo, memo, "without"),
         (REPO / "ds_configs" / "quickstart.json", plain, "not what train.py"),
     ):
-        command = [sys.executable, REPO / "launch" / "compare.py", first, second]
-        done = subprocess.run(command, capture_output=True, text=True)
-        assert done.returncode == 2 and why in done.stderr and done.stderr.count("\n") == 1, done.stderr
+        with pytest.raises(SystemExit) as end:
+            compare(monkeypatch, first, second)
+        said = capsys.readouterr().err
+        assert end.value.code == 2 and why in said and said.count("\n") == 1, said

@@ -83,8 +83,6 @@ def test_files_folders_and_jsonl(tmp_path):
 
 
 def test_errors_name_what_is_wrong(tmp_path):
-    with pytest.raises(DataError, match=r"no data found at .*nowhere"):
-        list(read_documents([tmp_path / "nowhere"]))
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"text": "fine"}\n{"body": "no text"}\n')
     with pytest.raises(DataError, match=r"bad.jsonl:2: expected .*text"):
@@ -93,8 +91,6 @@ def test_errors_name_what_is_wrong(tmp_path):
     binary.write_bytes(b"\xff\xfe")
     with pytest.raises(DataError, match="not UTF-8"):
         list(read_documents([binary]))
-    with pytest.raises(DataError, match="no data found: 1 documents"):
-        load_windows(["one"], ByteTokenizer(), 4, 0)
     with pytest.raises(DataError, match="data too small: the validation part has 4 tokens, --seq-length 99 needs 100"):
         load_windows(["a" * 3] * 20, ByteTokenizer(), 99, 0)
 

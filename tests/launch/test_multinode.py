@@ -43,13 +43,6 @@ def start(command, environment):
 
 
 @pytest.mark.slow
-def test_torchrun(tmp_path, marker):
-    common = {"NNODES": "2", "MASTER_PORT": str(free_port())}
-    command = ["bash", MULTINODE / "torchrun.sh", *arguments(tmp_path)]
-    check(tmp_path, marker, [start(command, node(marker, NODE_RANK=str(rank), **common)) for rank in (0, 1)])
-
-
-@pytest.mark.slow
 def test_deepspeeds_launcher(tmp_path, marker):
     (tmp_path / "hostfile").write_text("127.0.0.1 slots=1\nlocalhost slots=1\n")
     common = {"HOSTFILE": str(tmp_path / "hostfile"), "MASTER_PORT": str(free_port())}

@@ -98,10 +98,11 @@ class TestPack(DistributedTest):
         assert_as_apart(run)
         assert {borders[-1] for borders in kernels.calls} == {ROWS * LENGTH}
 
+    @pytest.mark.world_size(2)
     @pytest.mark.parametrize("spoiled", ["position_ids", "labels"])
     def test_without_either_half(self, spoiled, tmp_path):
         """Negative controls: positions that go on across borders; labels at borders that count."""
-        run = start(tmp_path / str(dist.get_world_size()), "--pack")
+        run = start(tmp_path, "--pack")
         joined = dataclasses.replace(run.training, starts=None).batch(0, ROWS)
         joined["position_ids"] = torch.arange(LENGTH).expand(ROWS, -1)
         batch = run.training.batch

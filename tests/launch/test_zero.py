@@ -1,4 +1,4 @@
-"""The tiled loss under ZeRO 0 to 3, tied and untied, on two ranks with gradient accumulation, against torch alone.
+"""The tiled loss under ZeRO 2 and 3, tied and untied, on two ranks with gradient accumulation, against torch alone.
 
 The change of a parameter under SGD is its gradient times the learning rate. Two micro-batches a step, so that the accumulation's
 division is in it; ranks see different data.
@@ -50,7 +50,7 @@ def stock_gradients(model) -> dict[str, torch.Tensor]:
 class TestTiledLoss(DistributedTest):
     world_size = 2
 
-    @pytest.mark.parametrize("stage", [0, 1, 2, 3])
+    @pytest.mark.parametrize("stage", [2, 3])
     def test_gives_the_stock_gradients(self, stage):
         for tied in (False, True):
             config = model_config(tied)
