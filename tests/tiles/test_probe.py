@@ -165,6 +165,13 @@ class TwoAttentions(Block):
         return self.other.attend(x)
 
 
+class Shortens(Block):
+    """Returns half of its tokens."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)[:, ::2]
+
+
 class ScalesByLength(Block):
     """Attention's scale is that of the length that the layer sees."""
 
@@ -377,6 +384,11 @@ def test_a_refusal_counts_for_its_kind_of_layer_alone() -> None:
         report = handle.report()["tiles"]
     assert report["layers"] == [0]
     assert list(report["not_tiled"]) == ["blocks.1"]
+
+
+def test_an_output_of_another_shape() -> None:
+    longer = Calls(Shortens, lambda block, x: block(x).repeat_interleave(2, 1)[:, : x.shape[1]])
+    assert_whole(compare(longer, drive, quiet=True), "another shape than its hidden states")
 
 
 # ---- router losses
