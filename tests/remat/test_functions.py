@@ -188,36 +188,23 @@ def test_part_of_the_layers_do_not_train() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:layer .* no attention kernel was seen")
-def test_calls_that_differ() -> None:
-    """Lengths change, and a layer sometimes skips its attention."""
+@pytest.mark.parametrize("other", [None, ds_memo.keep_whole(lambda q, k, v: Out(q * 1.5 + v, None))], ids=["none", "another"])
+def test_calls_that_differ(other: Any) -> None:
+    """Lengths change, and a layer sometimes skips its attention, or calls another function."""
 
     class Fickle(Attending):
-        skips = False
+        differs = False
 
         def attend(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.zeros_like(x) if Fickle.skips else super().attend(x)
+            if not Fickle.differs:
+                return super().attend(x)
+            return self.back(other(*self.heads(x)).out) if other else torch.zeros_like(x)
 
     def fickle(model: nn.Module, number: int) -> Any:
-        Fickle.skips = number in (2, 3, 5)
+        Fickle.differs = number in (2, 3, 6)
         return step(model, Batch.random(2, 17 + number % 2))
 
     compare_with_stock(toy(Fickle), fickle, {"alpha": 0.5, "resident_layers": 1}, steps=8)
-
-
-def test_a_call_of_another_function_leaves_the_recipe() -> None:
-    other = ds_memo.keep_whole(lambda q, k, v: Out(q * 1.5 + v, None))
-
-    class Fickle(Attending):
-        other = False
-
-        def attend(self, x: torch.Tensor) -> torch.Tensor:
-            return self.back((other if Fickle.other else self.attention)(*self.heads(x)).out)
-
-    def fickle(model: nn.Module, number: int) -> Any:
-        Fickle.other = number % 3 == 2
-        return step(model, BATCH)
-
-    compare_with_stock(toy(Fickle), fickle, {"alpha": 0.5, "resident_layers": 1}, steps=6)
 
 
 def test_a_replay_that_does_something_else_is_an_error() -> None:
