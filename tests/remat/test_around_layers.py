@@ -14,18 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import ds_memo
-from tests.models import (
-    HIDDEN,
-    LAYERS,
-    Batch,
-    Block,
-    Outcome,
-    Toy,
-    assert_same,
-    compare_with_stock,
-    every_config,
-    step,
-)
+from tests.models import HIDDEN, LAYERS, Batch, Block, Outcome, Toy, assert_same, compare_with_stock, every_config, step
 from tests.remat.situations import BATCH, Lines, drive, toy
 
 pytestmark = pytest.mark.filterwarnings("ignore::ds_memo.errors.MemoWarning")

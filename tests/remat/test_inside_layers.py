@@ -15,17 +15,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import ds_memo
 from tests.inside import gemms_of
-from tests.models import (
-    HIDDEN,
-    Batch,
-    Different,
-    Outcome,
-    Toy,
-    compare_with_stock,
-    every_config,
-    gradients,
-    step,
-)
+from tests.models import HIDDEN, Batch, Different, Outcome, Toy, compare_with_stock, every_config, gradients, step
 from tests.remat.situations import BATCH, Lines, drive, toy
 
 pytestmark = pytest.mark.filterwarnings("ignore::ds_memo.errors.MemoWarning")
