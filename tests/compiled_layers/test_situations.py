@@ -31,16 +31,6 @@ def pair(model: nn.Module, **options: Any) -> tuple[nn.Module, nn.Module, Any]:
     return stock, model, ds_memo.attach(compiled(model, **options), CONFIG)
 
 
-def accumulated(model: nn.Module) -> Outcome:
-    """Two forwards and backwards before a step, with lengths of their own."""
-    losses = []
-    for length in (17, 24):
-        batch = Batch.random(2, length)
-        losses.append(model(inputs_embeds=batch.embeds, labels=batch.labels).loss)
-        losses[-1].backward()
-    return Outcome(sum(losses).detach(), gradients(model))
-
-
 def two_forwards(model: nn.Module) -> Outcome:
     """Two forwards before the backward of either."""
     batches = [Batch.random(2, 17, seed=seed) for seed in range(2)]
@@ -84,7 +74,7 @@ def dropped(model: nn.Module) -> Outcome:
     return run(model, batch)
 
 
-SITUATIONS = (accumulated, two_forwards, evaluated_between, under_autocast, partly_frozen, retained, dropped)
+SITUATIONS = (two_forwards, evaluated_between, under_autocast, partly_frozen, retained, dropped)
 
 
 @pytest.mark.parametrize("situation", SITUATIONS, ids=lambda situation: situation.__name__)

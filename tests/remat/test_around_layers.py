@@ -117,10 +117,9 @@ class CallsCheckpoint(Toy):
 
 
 @pytest.mark.parametrize("how", ["module", "methods", "function"])
-@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
-def test_checkpoint_called_by_the_model(how: str, alpha: float) -> None:
+def test_checkpoint_called_by_the_model(how: str) -> None:
     torch.manual_seed(0)
-    config = {"alpha": alpha, "resident_layers": 1}
+    config = {"alpha": 0.5, "resident_layers": 1}
     report = compare_with_stock(CallsCheckpoint(), lambda model, number: step(model, BATCH, how=how), config, steps=5, layers=())
     assert report["bytes_to_host"] > 0
 
