@@ -43,7 +43,7 @@ def test_a_hook_that_holds_what_forwards_and_replays_produce(config: dict) -> No
 
 @every_config
 def test_backward_hooks(config: dict) -> None:
-    """Of a layer, of a part of it, and of a tensor inside."""
+    """A hook of a layer, one of a part of it, and one of a tensor inside."""
 
     class Hooked(Block):
         def __init__(self) -> None:
