@@ -156,7 +156,7 @@ def interrupted(run: Callable[[], Any], place: Place) -> bool:
 
 
 WHOLE, TILED = {"tile_tokens": 0}, {"tile_tokens": 12}
-FEW, MANY = 12, 500
+FEW, MANY = 12, 600
 """Places of a case, of every day and of the slow test."""
 
 
