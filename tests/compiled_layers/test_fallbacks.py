@@ -24,11 +24,6 @@ class Breaks(Block):
         return super().forward(x)
 
 
-class Reads(Block):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) * (1.0 if x.sum().item() > 1e9 else 0.5)
-
-
 class Counts(Block):
     """Writes to a buffer."""
 
@@ -72,7 +67,6 @@ def quantised() -> nn.Module:
 
 REASONS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "graph break": (Breaks, {"backend": "aot_eager"}, r"cannot be traced as one graph: .*graph_break.*test_fallbacks\.py, line"),
-    "value read": (Reads, {"backend": "aot_eager"}, r"cannot be traced as one graph: .*"),
     "buffer": (Counts, {"backend": "aot_eager"}, r"changes an input or a buffer in place"),
     "subclass": (quantised, {"backend": "aot_eager"}, r"has tensor subclasses"),
     "backend": (Block, {"backend": "eager"}, r'is compiled with backend="eager", whose graphs memo cannot split'),

@@ -143,12 +143,11 @@ def test_alpha_alone_recompiles_nothing() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend, how", [("aot_eager", "layer"), ("inductor", "model")])
-def test_gradients_while_alpha_and_length_change(backend: str, how: str) -> None:
+def test_gradients_while_alpha_and_length_change() -> None:
     torch._dynamo.reset()
     model = build("llama")
-    stock = compiled(copy.deepcopy(model), how, backend=backend)
-    handle = ds_memo.attach(compiled(model, how, backend=backend), {"alpha": 0.5, "resident_layers": 1})
+    stock = compiled(copy.deepcopy(model), "model", backend="inductor")
+    handle = ds_memo.attach(compiled(model, "model", backend="inductor"), {"alpha": 0.5, "resident_layers": 1})
     policy = inside(handle).policy
     for alpha, length in STEPS:
         policy.placement = lambda layer, alpha=alpha: Placement(PlacementKind.SWAPPED, alpha)

@@ -18,6 +18,7 @@ from ds_memo.placement import stored_rows
 from tests.compiled_layers.rig import TOLERANCE, compiled, layers_of, recompilations, run, worst
 from tests.inside import inside, kinds_of_recipes, recipe_of
 from tests.models import BF16, HIDDEN, Batch, Block, Outcome, Toy, build, gradients
+from tests.remat.test_around_layers import CallsCheckpoint
 
 CONFIG = {"alpha": 0.5, "resident_layers": 1}
 
@@ -28,16 +29,6 @@ def pair(model: nn.Module, **options: Any) -> tuple[nn.Module, nn.Module, Any]:
     options = options or {"backend": "aot_eager"}
     stock = compiled(copy.deepcopy(model), **options)
     return stock, model, ds_memo.attach(compiled(model, **options), CONFIG)
-
-
-def accumulated(model: nn.Module) -> Outcome:
-    """Two forwards and backwards before a step, with lengths of their own."""
-    losses = []
-    for length in (17, 24):
-        batch = Batch.random(2, length)
-        losses.append(model(inputs_embeds=batch.embeds, labels=batch.labels).loss)
-        losses[-1].backward()
-    return Outcome(sum(losses).detach(), gradients(model))
 
 
 def two_forwards(model: nn.Module) -> Outcome:
@@ -83,7 +74,7 @@ def dropped(model: nn.Module) -> Outcome:
     return run(model, batch)
 
 
-SITUATIONS = (accumulated, two_forwards, evaluated_between, under_autocast, partly_frozen, retained, dropped)
+SITUATIONS = (two_forwards, evaluated_between, under_autocast, partly_frozen, retained, dropped)
 
 
 @pytest.mark.parametrize("situation", SITUATIONS, ids=lambda situation: situation.__name__)
@@ -148,20 +139,11 @@ def test_a_kept_tensor_that_is_changed_after_the_layer() -> None:
 
 
 def test_models_that_call_checkpoint_themselves() -> None:
-    class Calls(Toy):
-        def forward(self, inputs_embeds: torch.Tensor, labels: torch.Tensor, **kwargs: Any) -> Any:
-            x = inputs_embeds
-            for block in self.blocks:
-                x = ds_memo.checkpoint(block, x)
-            logits = self.head(x)
-            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
-            return type("Result", (), {"loss": loss})
-
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model = Calls()
+    model = CallsCheckpoint()
     stock = copy.deepcopy(model)
-    stock.forward = Toy.forward.__get__(stock)
+    model.checkpoint = ds_memo.checkpoint
     model.compile(backend="aot_eager")
     handle = ds_memo.attach(model, CONFIG, layers=())
     for _ in range(2):
@@ -172,7 +154,7 @@ def test_models_that_call_checkpoint_themselves() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, backend", [("llama", "aot_eager"), ("llama", "inductor"), ("plain", "aot_eager")])
+@pytest.mark.parametrize("name, backend", [("llama", "inductor"), ("plain", "aot_eager")])
 def test_solved(name: str, backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without alpha the layers are profiled as they run, and solved for. Llama's take keywords."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # no profile of before

@@ -16,46 +16,41 @@ from ds_memo.ops.builder import AllocatorBuilder
 from ds_memo.plan import search
 from ds_memo.planned_alloc import runtime as addresses
 from tests.everyday import everyday
-from tests.models import MODELS, Batch, Toy, build, step
+from tests.models import Batch, Toy, build, step
 from tests.plan.instances import GAP
 from tests.planned_alloc.planned import BARE, BATCH, CONFIG, CPU, Counting, bit_equal, outcomes
 
 pytestmark = pytest.mark.usefixtures("nothing_stays_planned")
 
 
+@pytest.fixture
+def whole(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Receives each setting of whether the device's blocks are kept whole."""
+    found: list[bool] = []
+    monkeypatch.setattr(addresses, "keep_blocks_whole", lambda device, on: found.append(on))
+    return found
+
+
 # ---- the bar
 
 
-def check_bar(name: str, dtype: torch.dtype = torch.float32) -> None:
-    model, batch = build(name, dtype), Batch.random(4, 128, dtype)
-    want = outcomes(model, BARE, lambda m, _: step(m, batch), 5)
+@pytest.mark.parametrize("name", everyday(["llama", "gpt2", "gemma2", "mixtral", "plain"], ["llama"]))
+def test_from_the_third_iteration_on(name: str) -> None:
+    model = build(name)
+    want = outcomes(model, BARE, lambda m, _: step(m, BATCH), 5)
     with Counting(model) as counting:
         for number in range(5):
-            bit_equal(step(model, batch), want[number])
+            bit_equal(step(model, BATCH), want[number])
             if number >= 2:
                 counting.assert_followed()
                 report = counting.report()
                 assert report["arena"] == report["peak"] == report["lower_bound"] > 0 and report["proven"]
 
 
-@pytest.mark.parametrize("name", everyday(["llama", "neox", "plain"], ["llama"]))
-def test_from_the_third_iteration_on(name: str) -> None:
-    check_bar(name)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", MODELS)
-def test_from_the_third_iteration_on_with_every_model(name: str, dtype: torch.dtype) -> None:
-    check_bar(name, dtype)
-
-
-@pytest.mark.slow
-def test_passes_without_recompute_between_planned_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_passes_without_recompute_between_planned_ones(whole: list[bool]) -> None:
     """Everything fits at one length and not at another. Passes without recompute are not logged, and the plan survives them, even
     if the arena was freed meanwhile as on CUDA. Blocks are kept whole in logged passes only."""
-    whole: list[bool] = []
-    monkeypatch.setattr(addresses, "keep_blocks_whole", lambda device, on: whole.append(on))
     model, long, short = build("llama"), BATCH, Batch.random(4, 16)
     with Counting(model, {"enabled": True, "device_memory_gib": 0.006}) as counting:
         optimizer, passes = torch.optim.SGD(model.parameters(), lr=0.0), []
@@ -86,7 +81,7 @@ def test_the_bar_notices_a_size_that_is_off(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(Allocator, "load_plan", one_off)
     with pytest.raises(AssertionError, match="'size': 1, 'abandoned'"):
-        check_bar("plain")
+        test_from_the_third_iteration_on("plain")
 
 
 # ---- training loops
@@ -107,8 +102,7 @@ def train(model: nn.Module, number: int, optimizer: torch.optim.Optimizer, micro
     return losses
 
 
-@pytest.mark.parametrize("late_zero", [False, True], ids=["zero_grad-first", "zero_grad-after-the-forward"])
-@pytest.mark.parametrize("micro", everyday([1, 3], [1]))
+@pytest.mark.parametrize("micro, late_zero", everyday([(1, False), (1, True), (3, True)], [(1, False), (1, True)]))
 def test_an_optimizer_and_accumulation(micro: int, late_zero: bool) -> None:
     losses = []
     for config in (BARE, CONFIG):
@@ -263,9 +257,7 @@ class Uneven(Toy):
         return types.SimpleNamespace(loss=out.loss + sum(s[0] for s in scratch), logits=out.logits)
 
 
-def test_requests_that_never_repeat_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole: list[bool] = []
-    monkeypatch.setattr(addresses, "keep_blocks_whole", lambda device, on: whole.append(on))
+def test_requests_that_never_repeat_are_left_alone(whole: list[bool]) -> None:
     torch.manual_seed(0)
     model = Uneven()
     want = outcomes(model, BARE, lambda m, _: step(m, BATCH), 1)[0]
@@ -276,10 +268,8 @@ def test_requests_that_never_repeat_are_left_alone(monkeypatch: pytest.MonkeyPat
         assert whole == [True] * 4 + [False] * 2
 
 
-def test_blocks_are_kept_whole_in_the_first_passes_without_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_are_kept_whole_in_the_first_passes_without_a_plan(whole: list[bool]) -> None:
     """Planned passes in between give no new patience: each switch splits and joins the blocks of all passes."""
-    whole: list[bool] = []
-    monkeypatch.setattr(addresses, "keep_blocks_whole", lambda device, on: whole.append(on))
     model = build("llama")
     with Counting(model):
         for batch in [BATCH] * 3 + [batch for rows in (3, 5, 6, 7) for batch in (Batch.random(rows, 14 * rows), BATCH)]:
@@ -287,10 +277,8 @@ def test_blocks_are_kept_whole_in_the_first_passes_without_a_plan(monkeypatch: p
         assert whole == [True] * 2 + [False] + [True, False] * 2 + [False, False] * 2
 
 
-def test_blocks_are_kept_whole_for_a_profile_only_where_one_will_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_are_kept_whole_for_a_profile_only_where_one_will_be_made(tmp_path: Path, whole: list[bool]) -> None:
     """Switching empties the device's cache, so it must not happen in every pass of a run without a profile."""
-    whole: list[bool] = []
-    monkeypatch.setattr(addresses, "keep_blocks_whole", lambda device, on: whole.append(on))
     model = build("llama")
     handle = ds_memo.attach(model, {"cache_dir": str(tmp_path)})
     handle._session.tuner.gave_up = True
@@ -301,9 +289,7 @@ def test_blocks_are_kept_whole_for_a_profile_only_where_one_will_be_made(tmp_pat
     handle.detach()
 
 
-def test_addresses_that_cannot_be_had_leave_no_setting(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole: list[bool] = []
-    monkeypatch.setattr(addresses, "keep_blocks_whole", lambda device, on: whole.append(on))
+def test_addresses_that_cannot_be_had_leave_no_setting(whole: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
 
     def fails(self: Any) -> None:
         raise RuntimeError("no such op")

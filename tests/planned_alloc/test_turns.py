@@ -58,22 +58,6 @@ def test_each_counts_its_own() -> None:
         assert second.counts()[0] > 50
 
 
-@pytest.mark.slow
-def test_one_that_goes_leaves_the_other_its_plans() -> None:
-    actor, critic = build("llama"), build("plain")
-    with Counting(actor) as first:
-        other = ds_memo.attach(critic, CONFIG)
-        for _ in range(4):
-            step(actor, BATCH)
-            step(critic, BATCH)
-        first.counts()
-        other.detach()
-        for _ in range(2):
-            step(actor, BATCH)
-            first.assert_followed()
-    assert not CPU.installed
-
-
 def test_a_refused_layer_of_one_that_has_gone_is_no_phase_of_the_other() -> None:
     actor, critic = build("llama"), build("plain")
     with Counting(actor) as first:
@@ -95,7 +79,8 @@ def test_a_refused_layer_of_one_that_has_gone_is_no_phase_of_the_other() -> None
         assert first.counts() == alone
 
 
-def test_one_that_is_let_go_in_its_turn() -> None:
+@pytest.mark.parametrize("end", ["detached", "garbage"])
+def test_one_that_goes_leaves_the_other_its_plans(end: str) -> None:
     actor = build("llama")
     with Counting(actor) as first:
         critic = build("plain")
@@ -104,10 +89,14 @@ def test_one_that_is_let_go_in_its_turn() -> None:
             step(actor, BATCH)
             step(critic, BATCH)
         first.counts()
+        if end == "detached":
+            handle.detach()
         del critic, handle
         gc.collect()
-        step(actor, BATCH)
-        first.assert_followed()
+        for _ in range(2):
+            step(actor, BATCH)
+            first.assert_followed()
+    assert not CPU.installed
 
 
 def test_one_that_comes_later_sees_the_arena_as_free_memory() -> None:

@@ -11,14 +11,7 @@ from torch import nn
 
 from ds_memo.swap.frame import Frame
 from tests.inside import inside
-from tests.models import (
-    HIDDEN,
-    Batch,
-    Block,
-    Outcome,
-    Toy,
-    step,
-)
+from tests.models import HIDDEN, Batch, Block, Outcome, Toy, step
 
 BATCH = Batch.random(2, 17)
 

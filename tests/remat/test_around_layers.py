@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import copy
-import gc
-import types
 import warnings
-import weakref
 from typing import Any
 
 import pytest
@@ -17,20 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import ds_memo
-from tests.models import (
-    HIDDEN,
-    LAYERS,
-    Batch,
-    Block,
-    Outcome,
-    Toy,
-    assert_same,
-    build,
-    compare_with_stock,
-    every_config,
-    gradients,
-    step,
-)
+from tests.models import HIDDEN, LAYERS, Batch, Block, Outcome, Toy, assert_same, compare_with_stock, every_config, step
 from tests.remat.situations import BATCH, Lines, drive, toy
 
 pytestmark = pytest.mark.filterwarnings("ignore::ds_memo.errors.MemoWarning")
@@ -39,39 +23,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::ds_memo.errors.MemoWarning")
 
 
 @every_config
-def test_a_hook_that_keeps_a_product(config: dict) -> None:
-    """A hook may keep a tensor for ever: no copy, reload or replay overwrites it."""
-    model = build("llama")
-    held: list[torch.Tensor] = []
-    for layer in model.model.layers:
-        for part in (layer.self_attn.q_proj, layer.mlp.up_proj):
-            part.register_forward_hook(lambda module, args, out: held.append(out) if not replaying() else None)
-
-    def replaying() -> bool:
-        return torch._C._current_graph_task_id() != -1
-
-    handle = ds_memo.attach(model, config)
-    values = []
-    for number in range(3):
-        step(model, Batch.random(2, 17, seed=number))
-        values += [tensor.detach().clone() for tensor in held[len(values) :]]
-        for tensor, value in zip(held, values, strict=True):
-            assert torch.equal(tensor, value)
-    handle.detach()
-    reference = build("llama")
-    seen: list[torch.Tensor] = []
-    for layer in reference.model.layers:
-        for part in (layer.self_attn.q_proj, layer.mlp.up_proj):
-            part.register_forward_hook(lambda module, args, out: seen.append(out))
-    for number in range(3):
-        step(reference, Batch.random(2, 17, seed=number))
-    assert len(seen) == len(held)
-    assert all(torch.equal(a, b) for a, b in zip(held, seen, strict=True))
-
-
-@every_config
-def test_a_hook_that_holds_what_replays_produce(config: dict) -> None:
-    """Slots of a reload buffer that escape must not be reused while the hook holds them."""
+def test_a_hook_that_holds_what_forwards_and_replays_produce(config: dict) -> None:
+    """No copy, reload or replay may overwrite it, in this step or the next: slots of a reload buffer that escape stay."""
 
     def hold_everything(model: nn.Module, number: int) -> Outcome:
         held = []
@@ -79,8 +32,8 @@ def test_a_hook_that_holds_what_replays_produce(config: dict) -> None:
             b.qkv.register_forward_hook(lambda module, args, out: held.append((out, out.detach().clone()))) for b in model.blocks
         ]
         outcome = drive(model, number)
-        drive(model, number)
-        assert all(torch.equal(tensor, value) for tensor, value in held)
+        step(model, Batch.random(2, 17, seed=10 + number))
+        assert len(held) >= 2 * len(model.blocks) and all(torch.equal(tensor, value) for tensor, value in held)
         for hook in hooks:
             hook.remove()
         return outcome
@@ -89,57 +42,25 @@ def test_a_hook_that_holds_what_replays_produce(config: dict) -> None:
 
 
 @every_config
-def test_output_hidden_states(config: dict) -> None:
-    kept: dict[bool, list[torch.Tensor]] = {}
-
-    def hidden(model: nn.Module, number: int) -> Outcome:
-        out = model(inputs_embeds=BATCH.embeds, labels=BATCH.labels, output_hidden_states=True)
-        (out.loss + sum(state.pow(2).mean() for state in out.hidden_states)).backward()
-        attached = model in ds_memo.runtime.attach._attached
-        kept[attached] = [state.detach() for state in out.hidden_states]
-        return Outcome(out.loss.detach(), gradients(model))
-
-    compare_with_stock(build("llama"), hidden, config)
-    assert all(torch.equal(a, b) for a, b in zip(kept[True], kept[False], strict=True))
-
-
-@every_config
 def test_backward_hooks(config: dict) -> None:
+    """A hook of a layer, one of a part of it, and one of a tensor inside."""
+
     class Hooked(Block):
         def __init__(self) -> None:
             super().__init__()
             self.up.register_full_backward_hook(lambda module, grad_in, grad_out: (grad_in[0] * 2,))
             self.register_full_backward_hook(lambda module, grad_in, grad_out: (grad_in[0] * 0.5,))
 
-    compare_with_stock(toy(Hooked), drive, config)
-
-
-@every_config
-def test_tensor_hooks_inside_a_layer(config: dict) -> None:
-    class Hooked(Lines):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y = self.a(x)
+        def feed(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.up(self.norm2(x))
             if y.requires_grad:
                 y.register_hook(lambda grad: grad * 3)
-            return x + self.b(F.gelu(y))
+            return self.down(F.gelu(y))
 
     compare_with_stock(toy(Hooked), drive, config)
 
 
 # ---- how layers are called
-
-
-@every_config
-def test_hidden_states_by_keyword(config: dict) -> None:
-    class Model(Toy):
-        def run_blocks(self, x: torch.Tensor) -> torch.Tensor:
-            for block in self.blocks:
-                x = block(x=x)
-            return x
-
-    torch.manual_seed(0)
-    report = compare_with_stock(Model(), drive, config)
-    assert (report["bytes_to_host"] > 0) == (config["resident_layers"] < LAYERS)
 
 
 @every_config
@@ -173,19 +94,6 @@ def test_layers_that_return_structures(config: dict) -> None:
     compare_with_stock(Model(Returns), drive, config)
 
 
-@every_config
-def test_a_layer_called_several_times(config: dict) -> None:
-    class Model(Toy):
-        def forward(self, inputs_embeds: torch.Tensor, labels: torch.Tensor) -> Any:
-            x = inputs_embeds
-            for block in [self.blocks[0], self.blocks[0], *self.blocks, self.blocks[0]]:
-                x = block(x)
-            return types.SimpleNamespace(loss=F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten()))
-
-    torch.manual_seed(0)
-    compare_with_stock(Model(), drive, config)
-
-
 class CallsCheckpoint(Toy):
     """A model that checkpoints its own layers, as models with such a flag do."""
 
@@ -209,10 +117,9 @@ class CallsCheckpoint(Toy):
 
 
 @pytest.mark.parametrize("how", ["module", "methods", "function"])
-@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
-def test_checkpoint_called_by_the_model(how: str, alpha: float) -> None:
+def test_checkpoint_called_by_the_model(how: str) -> None:
     torch.manual_seed(0)
-    config = {"alpha": alpha, "resident_layers": 1}
+    config = {"alpha": 0.5, "resident_layers": 1}
     report = compare_with_stock(CallsCheckpoint(), lambda model, number: step(model, BATCH, how=how), config, steps=5, layers=())
     assert report["bytes_to_host"] > 0
 
@@ -339,40 +246,3 @@ def test_a_layer_that_checkpoints_a_module_of_no_model() -> None:
         for _ in range(2):
             assert_same(step(model, BATCH), step(stock, BATCH))
     handle.detach()
-
-
-@pytest.mark.parametrize("name", ["llama", "gpt2", "opt"])
-def test_no_cache_is_filled(name: str) -> None:
-    """A cache would hold all keys and values on the device during training, and a replay would add to it."""
-    model = build(name)
-    handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 2})
-    out = model(inputs_embeds=BATCH.embeds, labels=BATCH.labels)
-    assert out.get("past_key_values") is None or out.past_key_values.get_seq_length() == 0
-    handle.detach()
-    assert model(inputs_embeds=BATCH.embeds, labels=BATCH.labels).past_key_values.get_seq_length() == 17
-
-
-@every_config
-def test_weights_that_change_between_steps(config: dict) -> None:
-    """With an optimizer step after each backward, every loss is equal."""
-    optimizers: dict[int, torch.optim.Optimizer] = {}
-
-    def train(model: nn.Module, number: int) -> Outcome:
-        optimizer = optimizers.setdefault(id(model), torch.optim.SGD(model.parameters(), lr=0.1))
-        loss = model(inputs_embeds=BATCH.embeds, labels=BATCH.labels).loss
-        loss.backward()
-        optimizer.step()
-        return Outcome(loss.detach(), gradients(model))
-
-    compare_with_stock(build("llama"), train, {**config, "alpha": 1.0})
-
-
-def test_a_dead_model_leaves_nothing(frames: Any) -> None:
-    model = build("llama")
-    ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 2})
-    loss = model(inputs_embeds=BATCH.embeds, labels=BATCH.labels).loss
-    gone = weakref.ref(model)
-    del model, loss
-    gc.collect()  # a module and its own hooks and methods are a reference cycle
-    assert gone() is None
-    assert not frames

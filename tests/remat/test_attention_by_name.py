@@ -9,7 +9,8 @@ from torch.nn import functional as F
 
 import ds_memo
 from ds_memo.remat.op_policy import ATTENTION_NAMES
-from tests.models import HEADS, HIDDEN, Batch, Block, Toy, assert_same, step
+from tests.models import HEADS, HIDDEN, LAYERS, Block, compare_with_stock
+from tests.remat.situations import drive, toy
 
 calls: list[str] = []
 
@@ -49,18 +50,10 @@ def test_is_supplied_not_run_again(name):
             q, k, v = (part.view(b, s, HEADS, -1) for part in F.linear(x, self.qkv.weight, self.qkv.bias).chunk(3, dim=-1))
             return self.o(attention(q, k, v)[0].reshape(b, s, HIDDEN))
 
-    torch.manual_seed(0)
-    model: nn.Module = Toy(Layer)
-    batch = Batch.random(2, 17)
-    want = step(model, batch)
-    handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 1})
     calls.clear()
-    for number in (1, 2, 3):
-        assert_same(step(model, batch), want)
-        assert len(calls) == number * len(model.blocks)  # forwards only
-    assert handle.report()["attention_recomputed"] == 0
-    assert not handle.report()["warnings"]
-    handle.detach()
+    report = compare_with_stock(toy(Layer), drive, {"alpha": 0.5, "resident_layers": 1})
+    assert len(calls) == 2 * 3 * LAYERS  # stock's forwards and ours, and nothing else
+    assert report["attention_recomputed"] == 0 and not report["warnings"]
 
 
 @pytest.mark.parametrize("length, wrong", [(2**16, False), (2**16 + 8, True)])

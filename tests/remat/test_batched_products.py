@@ -12,14 +12,13 @@ from torch import nn
 import ds_memo
 from ds_memo.remat import op_policy
 from ds_memo.remat.recipe import Gemm
-from tests.everyday import everyday
 from tests.inside import recipe_of
 from tests.models import HIDDEN, Batch, Block, Different, _decoder, compare_with_stock, step
 from tests.remat.products import compare_counts, predicted_share
 from tests.remat.situations import BATCH, Lines, drive, toy
 
 aten = torch.ops.aten
-ALPHAS = (0.0, 0.5, 0.8, 1.0)
+ALPHAS = (0.0, 0.5, 1.0)
 
 
 class Experts(Block):
@@ -128,12 +127,11 @@ def test_an_expert_left_out_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
         compare_with_stock(toy(Experts), drive, {"alpha": 0.5, "resident_layers": 0})
 
 
-@pytest.mark.parametrize("alpha", everyday(ALPHAS, [0.5]))
-def test_llama4(alpha: float) -> None:
+def test_llama4() -> None:
     sizes = {"head_dim": 16, "intermediate_size_mlp": 128, "num_local_experts": 4, "moe_layers": [1, 3]}
     torch.manual_seed(0)
     model = _decoder("Llama4Text", **sizes)().train()
     with warnings.catch_warnings():
         warnings.simplefilter("error", ds_memo.MemoWarning)
-        report = compare_with_stock(model, drive, {"alpha": alpha, "resident_layers": 0})
-    assert report["gemm_flops_recomputed_fraction"] == pytest.approx(0.72 * (1 - alpha), abs=0.05)
+        report = compare_with_stock(model, drive, {"alpha": 0.5, "resident_layers": 0})
+    assert report["gemm_flops_recomputed_fraction"] == pytest.approx(0.36, abs=0.05)

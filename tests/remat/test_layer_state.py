@@ -206,19 +206,21 @@ def test_it_shows_if_the_profile_is_not_undone(block: type, monkeypatch: pytest.
 # ---- what is changed between a forward and its backward
 
 
-def switched(change: Callable[[nn.Module], Any], block: type = Block, **before: Any) -> None:
-    """Change a model between a forward and its backward; compare with stock, where the backward does not see that."""
+def switched(change: Callable[[Any], Any], block: Any = Block, prepare: Callable[[nn.Module], Any] = lambda model: model) -> None:
+    """Change a model between a forward and its backward; compare with stock, where the backward does not see that.
+
+    Args:
+        change: gets what `prepare` returned before the forward.
+    """
     outcomes = []
     for config in (None, SOME, {"alpha": 0.0, "resident_layers": 0}):
         model = toy(block)
         handle = ds_memo.attach(model, config) if config else None
-        undo = before["prepare"](model) if before else None
         for number in range(2):
             batch = Batch.random(2, 17, seed=number)
-            if before and number:
-                undo = before["prepare"](model)
+            prepared = prepare(model)
             loss = model(inputs_embeds=batch.embeds, labels=batch.labels).loss
-            change(undo if before else model)
+            change(prepared)
             flags = [part.training for part in model.modules()]
             loss.backward()
             assert flags == [part.training for part in model.modules()]

@@ -3,44 +3,27 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-import ds_memo
 from ds_memo.remat import analyse, replay
 from ds_memo.remat import op_policy as keep
 from ds_memo.swap.engine import SwapEngine
 from ds_memo.swap.frame import Frame, Kept
 from ds_memo.swap.streams import COMPUTE, D2H, H2D, ThreadStreams
-from tests.inside import inside
-from tests.models import Batch, Different, Outcome, assert_same, build, poisoned_memory, step
+from tests.models import Batch, Different, Outcome, assert_same, build, compare_with_stock, step
 
 Patch = pytest.MonkeyPatch
 CONFIG = {"alpha": 0.5, "resident_layers": 0}
 
 
-def outcomes(name: str, steps: int = 3) -> Iterator[tuple[Outcome, Outcome]]:
-    """Return memo's and stock's outcomes of batches that differ, so that leftovers of the step before are wrong."""
-    model, stock = build(name), build(name)
-    handle = ds_memo.attach(model, CONFIG)
-    try:
-        for number in range(steps):
-            batch = Batch.random(2, 17, seed=number)
-            with poisoned_memory():
-                got = step(model, batch)
-            yield got, step(stock, batch)
-    finally:
-        inside(handle).engine.streams.__dict__.pop("wait", None)
-        handle.detach()
-
-
-def compare(name: str) -> None:
-    for got, want in outcomes(name):
-        assert_same(got, want)
+def drive(model: torch.nn.Module, number: int) -> Outcome:
+    """Run a step whose batch differs from the one before, so that leftovers of that are wrong."""
+    return step(model, Batch.random(2, 17, seed=number))
 
 
 # ---- faults
@@ -179,18 +162,18 @@ FAULTS = {
 def test_is_caught(name: str, fault: Callable[[Patch], None], monkeypatch: Patch) -> None:
     fault(monkeypatch)
     with pytest.raises(Different, match="gradients"):
-        compare(name)
+        compare_with_stock(build(name), drive, CONFIG)
 
 
 @pytest.mark.parametrize("stream", [D2H, H2D])
 def test_delay_alone_is_no_fault(stream: str, monkeypatch: Patch) -> None:
     delay(monkeypatch, stream)
-    compare("llama")
+    compare_with_stock(build("llama"), drive, CONFIG)
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_without_a_fault(name: str) -> None:
-    compare(name)
+    compare_with_stock(build(name), drive, CONFIG)
 
 
 def test_the_comparison_itself() -> None:

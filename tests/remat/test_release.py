@@ -4,10 +4,10 @@ import gc
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 import ds_memo
 from ds_memo.profile.live import LiveBytes
+from tests.models import build
 
 
 @pytest.fixture
@@ -15,10 +15,7 @@ def run():
     """Run three steps of a small model without garbage collection. Return bytes after each forward, each step, and the slab's."""
 
     def steps(**memo) -> dict[str, list[int]]:
-        config = AutoConfig.for_model(
-            "llama", vocab_size=32, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=2
-        )
-        model = AutoModelForCausalLM.from_config(config).train()
+        model = build("llama")
         handle = ds_memo.attach(model, {"enabled": True, **memo})
         tokens = torch.randint(0, 32, (1, 64))
         held = {"forward": [], "step": [], "slab": []}

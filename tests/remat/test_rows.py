@@ -35,8 +35,6 @@ def test_they_fill_whole_tiles_of_gemm_kernels(alpha: float, monkeypatch: pytest
 # ---- other last bits
 
 LENGTH = 128
-SCALES = (1, 3, 8, 20, 50)
-"""Factors of queries and keys. The largest logits are from 2 to 4,000."""
 
 
 def with_large_logits(scale: float, dtype: torch.dtype = torch.float32) -> Toy:
@@ -96,13 +94,10 @@ def worst(got: Outcome, want: Outcome) -> float:
     return float(torch.stack(distances).max())
 
 
-CASES = [(torch.float32, scale) for scale in SCALES] + [(torch.bfloat16, scale) for scale in (1, 3, 8)]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype, scale", CASES)
+@pytest.mark.parametrize("dtype, scale", [(torch.float32, 1), (torch.float32, 50), (torch.bfloat16, 1), (torch.bfloat16, 8)])
 def test_gradients_are_off_by_no_more_than_logits_are(dtype: torch.dtype, scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A logit of size L is off by about eps L, and so is the probability that it has with the forward's log-sum-exp."""
+    """A logit of size L, here 2 to 4,000, is off by about eps L, and so is its probability with the forward's log-sum-exp."""
     difference, allowed = off_by(monkeypatch, 1, scale, dtype)
     assert 0 < difference <= allowed
 

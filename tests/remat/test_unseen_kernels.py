@@ -17,14 +17,21 @@ from tests.remat.situations import BATCH, Lines, drive, toy
 pytestmark = pytest.mark.filterwarnings("ignore::ds_memo.errors.MemoWarning")
 
 
-def unseen(compute: Any, backward: Any) -> type[torch.autograd.Function]:
-    class Kernel(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            return compute(ctx, x)
+def calling(compute: Any) -> type[Lines]:
+    """Return a layer whose kernel is `compute`, which makes three times its input."""
 
-    Kernel.backward = staticmethod(lambda ctx, grad: backward(grad))
-    return Kernel
+    class Kernel(torch.autograd.Function):
+        forward = staticmethod(compute)
+        backward = staticmethod(lambda ctx, grad: 3 * grad)
+
+    class Calls(Lines):
+        def thrice(self, x: torch.Tensor) -> torch.Tensor:
+            return Kernel.apply(x)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.b(F.gelu(self.thrice(self.a(self.norm(x)))))
+
+    return Calls
 
 
 def _into_empty(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -81,33 +88,18 @@ def _in_place_and_says_so(ctx: Any, x: torch.Tensor) -> torch.Tensor:
     ],
 )
 def test_a_kernel_out_of_sight(config: dict, compute: Any) -> None:
-    kernel = unseen(compute, lambda grad: 3 * grad)
-
-    class Calls(Lines):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x + self.b(F.gelu(kernel.apply(self.a(self.norm(x)))))
-
-    compare_with_stock(toy(Calls), drive, config)
+    compare_with_stock(toy(calling(compute)), drive, config)
 
 
 @pytest.mark.parametrize("compute", [_into_empty, _into_empty_permuted, _onto_new_ones, _onto_zeros, _elsewhere])
 def test_it_is_told_where_it_may_be_attention(compute: Any) -> None:
-    kernel = unseen(compute, lambda grad: 3 * grad)
-
-    class Calls(Lines):
-        def thrice(self, x: torch.Tensor) -> torch.Tensor:
-            return kernel.apply(x)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x + self.b(F.gelu(self.thrice(self.a(self.norm(x)))))
-
-    class Seen(Calls):
+    class Seen(calling(compute)):
         def thrice(self, x: torch.Tensor) -> torch.Tensor:
             out = torch.empty_like(x)
             out[..., 1:], out[..., 0] = 3 * x[..., 1:], 3 * x[..., 0]
             return out
 
-    for block, warned in ((Calls, ["unless the function goes through ds_memo.keep_whole"]), (Seen, [])):
+    for block, warned in ((calling(compute), ["unless the function goes through ds_memo.keep_whole"]), (Seen, [])):
         handle = ds_memo.attach(model := toy(block), {"alpha": 0.5, "resident_layers": 0})
         drive(model, 0)
         assert [line.rpartition(", ")[2] for line in handle.report()["warnings"]] == [f"{words}." for words in warned]
@@ -151,13 +143,7 @@ def test_a_custom_op_that_changes_nothing_at_first(config: dict) -> None:
 
 
 def test_a_write_out_of_sight_is_named() -> None:
-    kernel = unseen(_in_place, lambda grad: 3 * grad)
-
-    class Calls(Lines):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x + self.b(F.gelu(kernel.apply(self.a(self.norm(x)))))
-
-    model = toy(Calls)
+    model = toy(calling(_in_place))
     handle = ds_memo.attach(model, {"alpha": 1.0, "resident_layers": 2})
     # mm: DeepSpeed leaves its own linear in torch.nn.functional after a ZeRO-3 model was built in this process
     with pytest.warns(ds_memo.MemoWarning, match=r"layer blocks\.0: outputs of aten\.(add)?mm\.default were changed in place"):

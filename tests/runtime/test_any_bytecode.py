@@ -10,7 +10,6 @@ import contextlib
 import dis
 import functools
 import gc
-import itertools
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -157,15 +156,12 @@ def interrupted(run: Callable[[], Any], place: Place) -> bool:
 
 
 WHOLE, TILED = {"tile_tokens": 0}, {"tile_tokens": 12}
-SETTINGS = [{"alpha": alpha, **tiles} for alpha, tiles in itertools.product((0.5, 1.0), (WHOLE, TILED))]
 FEW, MANY = 12, 600
 """Places of a case, of every day and of the slow test."""
 
 
-DAILY = [(SETTINGS[0], FEW), (SETTINGS[1], FEW)]
-
-
-@pytest.mark.parametrize("settings, number", everyday([*DAILY, *itertools.product(SETTINGS, (MANY,))], DAILY))
+@pytest.mark.parametrize("number", everyday([FEW, MANY], [FEW]))
+@pytest.mark.parametrize("settings", [WHOLE, TILED])
 def test_in_a_step(settings: dict[str, Any], number: int) -> None:
     rig = Rig(**settings)
     for _ in range(2):

@@ -87,19 +87,13 @@ def test_a_failed_attach_keeps_no_host_memory(monkeypatch: pytest.MonkeyPatch) -
         gc.enable()
 
 
-def test_no_layers() -> None:
-    model = nn.Sequential(nn.Linear(4, 4))
+@pytest.mark.parametrize("model", [nn.Sequential(nn.Linear(4, 4)), nn.Sequential(nn.ModuleList([nn.Linear(4, 4), nn.ReLU()]))])
+def test_no_layers(model: nn.Module) -> None:
+    """Nor in a list of mixed classes."""
     before = fingerprint(model)
     with pytest.raises(ds_memo.MemoError, match=r"(?s)Sequential has no .*layers are not known.*attach\(model, config, layers="):
         ds_memo.attach(model, {})
     assert fingerprint(model) == before
-
-
-def test_a_list_of_mixed_classes_is_not_the_layers() -> None:
-    model = nn.Module()
-    model.parts = nn.ModuleList([nn.Linear(4, 4), nn.ReLU()])
-    with pytest.raises(ds_memo.MemoError, match="layers are not known"):
-        ds_memo.attach(model, {})
 
 
 def test_lists_of_one_length() -> None:
@@ -265,34 +259,6 @@ def test_host_budget_too_small() -> None:
     assert_same(step(model, BATCH), step(stock, BATCH))
 
 
-def test_host_budget_too_small_for_any_alpha() -> None:
-    model = build("llama")
-    handle = ds_memo.attach(model, {"resident_layers": 0, "host_memory_gib": 1e-5, "device_memory_gib": 1e-4})
-    with pytest.raises(ds_memo.MemoError, match=r"the inputs of 4 layers that the host has no room for.* GiB are missing"):
-        step(model, BATCH)
-    handle.detach()
-    handle = ds_memo.attach(model, {"alpha": 0.0, "resident_layers": 0, "host_memory_gib": 1e-5})
-    with pytest.raises(ds_memo.MemoError, match=r"even memo\.alpha 0 does not fit"):
-        step(model, BATCH)
-    handle.detach()
-
-
-def test_alpha_follows_from_the_budget() -> None:
-    model = build("llama")
-    stock = copy.deepcopy(model)
-    probe = ds_memo.attach(model, {"alpha": 1.0, "resident_layers": 0})
-    step(model, BATCH)
-    everything = probe.report()["host"]["slab"]
-    probe.detach()
-    budget = int(everything * 0.7)
-    handle = ds_memo.attach(model, {"resident_layers": 0, "host_memory_gib": budget / 2**30})
-    assert_same(step(model, BATCH), step(stock, BATCH))
-    report = handle.report()
-    assert 0 <= report["alpha"] < 0.9
-    assert report["host"]["slab"] == report["predicted"]["host_bytes"] <= budget
-    handle.detach()
-
-
 def test_alpha_follows_from_the_budget_where_the_model_calls_checkpoint() -> None:
     """How many layers there are shows only as they run: the first must not take everything."""
 
@@ -316,10 +282,9 @@ def test_alpha_follows_from_the_budget_where_the_model_calls_checkpoint() -> Non
     handle.detach()
 
 
-@pytest.mark.parametrize("value", [-1, LAYERS + 1, 2.0, True, "2"])
-def test_resident_layers_out_of_range(value: Any) -> None:
+def test_more_resident_layers_than_there_are() -> None:
     model = build("llama")
     before = fingerprint(model)
     with pytest.raises(ds_memo.MemoConfigError, match=r"memo\.resident_layers: got .*; allowed: a whole number from 0"):
-        ds_memo.attach(model, {"resident_layers": value})
+        ds_memo.attach(model, {"resident_layers": LAYERS + 1})
     assert fingerprint(model) == before

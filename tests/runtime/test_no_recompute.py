@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -13,15 +14,18 @@ from ds_memo.solve import headroom
 from ds_memo.solve.kinds import place
 from ds_memo.solve.memory import device_bytes
 from ds_memo.solve.solver import Solution, judged, solve
+from tests.everyday import everyday
 from tests.inside import inside
 from tests.models import LAYERS, Batch, assert_same, build, poisoned_memory, step
 from tests.placements import kinds
-from tests.runtime.covering import covering
+from tests.runtime.covering import FAMILIES
 
 GIB = 1 << 30
 BATCH = Batch.random(2, 60)
 
 
+CASES = list(zip(itertools.cycle([{3}, {0}, {1, 3}, {0, 1, 2}]), FAMILIES, strict=False))
+"""Layers without recompute, and the family."""
 pytestmark = pytest.mark.usefixtures("own_cache")
 
 
@@ -35,7 +39,7 @@ def attached(monkeypatch: pytest.MonkeyPatch, model: Any, alpha: float, **layers
     return ds_memo.attach(model, {"enabled": True})
 
 
-@pytest.mark.parametrize("plain, name", covering([{3}, {0}, {1, 3}, {0, 1, 2}], half=0), ids=str)
+@pytest.mark.parametrize("plain, name", everyday(CASES, CASES[::3]), ids=str)
 def test_gradients_are_stocks(monkeypatch: pytest.MonkeyPatch, name: str, plain: set[int]) -> None:
     model = build(name)
     stock = copy.deepcopy(model)
