@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -140,16 +138,6 @@ def test_it_says_what_is_missing_where_it_was_asked(monkeypatch, capsys):
     assert "no allocator for 'npu' devices" in capsys.readouterr().out
 
 
-def test_a_compiler_error_is_shown(monkeypatch, tmp_path, not_loaded, cached):
-    shutil.copytree(module.SOURCES, tmp_path / "csrc")
-    source = tmp_path / "csrc" / "allocator_cpu.cpp"
-    source.write_text('#include "what_is_not_there.h"\n' + source.read_text())
-    monkeypatch.setattr(module, "SOURCES", tmp_path / "csrc")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    with pytest.raises(RuntimeError, match=r"what_is_not_there\.h: No such file"):
-        AllocatorBuilder("cpu").load()
-
-
 # ---- the op report
 
 
@@ -179,20 +167,6 @@ import os
 from ds_memo.ops.builder import AllocatorBuilder
 print(os.path.realpath(AllocatorBuilder("cpu").load().__file__))
 """
-
-
-@needs_a_compiler
-@pytest.mark.slow
-def test_two_processes_build_at_once(tmp_path):
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path)}
-    started = [
-        subprocess.Popen([sys.executable, "-c", LOAD], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for _ in range(2)
-    ]
-    for process in started:
-        out, err = process.communicate(timeout=200)
-        assert process.returncode == 0 and str(tmp_path) in out, err
-    assert len(list(tmp_path.rglob("memo_allocator_cpu*.so"))) == 1
 
 
 def test_other_sources_compilers_and_torches_have_their_own(monkeypatch, tmp_path, cached):
