@@ -315,15 +315,6 @@ def test_closing_ends_threads_and_gives_the_space_back_also_while_it_is_referred
         files.store(slab_of(8).allocate(PAGE, "a test"))
 
 
-def test_closing_waits_for_what_is_under_way(tmp_path):
-    files, slab = Files(tmp_path), slab_of(8)
-    sent, may_go = held_back(files)
-    write = files.write(slab.allocate(PAGE, "a test"), files.extent(PAGE, "a test"), (sent,))
-    threading.Timer(0.05, may_go.set).start()
-    files.close()
-    assert files.done(write) and write.failure is None
-
-
 def test_files_that_are_never_closed_end_once_their_transfers_are_over(tmp_path):
     """The pool of an abandoned model waits for them before it gives its blocks to another."""
     files, slab = Files(tmp_path), slab_of(8)
