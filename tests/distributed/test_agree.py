@@ -176,20 +176,17 @@ class TestTwoRanks(DistributedTest):
         with pytest.raises(ds_memo.MemoError, match=r"cannot connect over gloo.*nowhere0.*set GLOO_SOCKET_IFNAME"):
             agree.greatest([1])
 
-    def test_different_configurations_name_the_ranks(self, tmp_path) -> None:
+    def test_what_differs_names_the_ranks(self, tmp_path) -> None:
         os.environ["XDG_CACHE_HOME"] = str(tmp_path)
-        model = Toy()
-        handle = ds_memo.attach(model, {**HERE, "alpha": 0.5 if dist.get_rank() else 0.25})
-        with pytest.raises(ds_memo.MemoError, match=r"memo\.alpha: 0\.25 on rank 0, 0\.5 on rank 1$"):
-            model(**batch())
-        handle.detach()
-
-    def test_different_models_name_the_ranks(self, tmp_path) -> None:
-        os.environ["XDG_CACHE_HOME"] = str(tmp_path)
-        handle = ds_memo.attach(model := Toy(layers=4 + dist.get_rank()), HERE)
-        with pytest.raises(ds_memo.MemoError, match=r"the model differs .* layers: 4 on rank 0, 5 on rank 1"):
-            model(**batch())
-        handle.detach()
+        me = dist.get_rank()
+        for model, memo, message in (
+            (Toy(), {"alpha": 0.5 if me else 0.25}, r"memo\.alpha: 0\.25 on rank 0, 0\.5 on rank 1$"),
+            (Toy(layers=4 + me), {}, r"the model differs .* layers: 4 on rank 0, 5 on rank 1"),
+        ):
+            handle = ds_memo.attach(model, HERE | memo)
+            with pytest.raises(ds_memo.MemoError, match=message):
+                model(**batch())
+            handle.detach()
 
     def test_budgets_and_rates_are_those_of_the_poorer_rank(self, tmp_path) -> None:
         os.environ["XDG_CACHE_HOME"] = str(tmp_path)

@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 
 from ds_memo.cli import main as cli
 from ds_memo.config import MemoConfig, MemoConfigError, memo_config
+from tests.everyday import everyday
 from tests.fuzz.damage import CORPUS, jsons, pickles, sections, texts
 from tests.processes import ROOT
 
@@ -75,15 +76,6 @@ def in_this_process(words: list[str]) -> None:
     assert "\x1b" not in out.getvalue()
 
 
-def damaged(kind: str, folder: Path, examples: int) -> None:
-    @settled(examples)
-    @given(KINDS[kind][0])
-    def run(data: bytes) -> None:
-        in_this_process(words_of(kind, data, folder))
-
-    run()
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_not_damaged_is_taken(kind: str, tmp_path: Path) -> None:
     name = {"pickle": "snapshot.pickle", "several traces": "trace.txt", "trace": "trace.txt"}.get(kind)
@@ -92,21 +84,20 @@ def test_what_is_not_damaged_is_taken(kind: str, tmp_path: Path) -> None:
         assert cli.main(words) == 0
 
 
+@pytest.mark.parametrize("examples", everyday([FEW, MANY], [FEW], []))
 @pytest.mark.parametrize("kind", KINDS)
-def test_damaged_files(kind: str, tmp_path: Path) -> None:
+def test_damaged_files(kind: str, examples: int, tmp_path: Path) -> None:
     pytest.importorskip("plotly")
-    damaged(kind, tmp_path, FEW)
+
+    @settled(examples)
+    @given(KINDS[kind][0])
+    def run(data: bytes) -> None:
+        in_this_process(words_of(kind, data, tmp_path))
+
+    run()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_many_damaged_files(kind: str, tmp_path: Path) -> None:
-    pytest.importorskip("plotly")
-    damaged(kind, tmp_path, MANY)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", everyday(KINDS, [], ["trace", "pickle", "plan", "model"]))
 def test_damaged_files_in_processes_of_their_own(kind: str, tmp_path: Path) -> None:
     """With 4 GiB of memory at most: a MemoryError would be a defect."""
     pytest.importorskip("plotly")
@@ -128,7 +119,9 @@ def test_damaged_files_in_processes_of_their_own(kind: str, tmp_path: Path) -> N
 # ---- the section
 
 
-def section_is_taken_or_refused(section: object) -> None:
+@settled(10 * FEW)
+@given(sections("memo.json"))
+def test_sections(section: object) -> None:
     try:
         found = memo_config(section)
     except MemoConfigError as error:
@@ -136,16 +129,3 @@ def section_is_taken_or_refused(section: object) -> None:
     else:
         assert isinstance(found, MemoConfig)
         json.dumps(found.model_dump())
-
-
-@settled(10 * FEW)
-@given(sections("memo.json"))
-def test_sections(section: object) -> None:
-    section_is_taken_or_refused(section)
-
-
-@pytest.mark.slow
-@settled(2 * MANY)
-@given(sections("memo.json"))
-def test_many_sections(section: object) -> None:
-    section_is_taken_or_refused(section)

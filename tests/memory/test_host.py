@@ -15,11 +15,6 @@ from ds_memo.units import GIB
 NO_LIMIT_V1 = 9223372036854771712
 
 
-@pytest.fixture
-def unlimited(monkeypatch):
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-
-
 def write(path: Path, text: object) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"{text}\n")
@@ -115,9 +110,7 @@ def test_locked_memory_is_limited_for_each_process(hundred_gib_free, monkeypatch
     assert budget_bytes(20.0, ranks, locked=True) == 3 * GIB
     assert budget_bytes(None, ranks, locked=True) == int(3 * GIB * (1 - HOST_HEADROOM))
     assert budget_bytes(4.0, 4, locked=True) == GIB
-
-
-def test_unlimited_locked_memory(hundred_gib_free, unlimited):
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     assert budget_bytes(20.0, 1, locked=True) == 20 * GIB
 
 

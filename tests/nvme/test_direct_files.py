@@ -107,7 +107,7 @@ def test_blocks_of_several_pieces(make, small_stripes):
     assert torch.equal(files.load(extent, block), wanted)
 
 
-@pytest.mark.parametrize("seed", everyday(range(6), [0]))
+@pytest.mark.parametrize("seed", everyday(range(3), [0]))
 def test_random_traffic(seed, make, small_stripes):
     """Writes, reads and frees under way at once, into extents that others had."""
     draw, files, slab = random.Random(seed), make(directories=1 + seed % 3, budget=900 * PAGE), slab_of(2000)
@@ -238,9 +238,8 @@ def test_an_event_that_fails_fails_the_transfer(make, monkeypatch):
 
 
 @pytest.mark.parametrize("nth", range(1, 7))
-@pytest.mark.parametrize("number", everyday([errno.EIO, errno.ENOSPC, errno.EDQUOT], [errno.EIO]))
 @pytest.mark.parametrize("name", ["pwritev", "preadv"])
-def test_each_call_refused_in_turn(name, number, nth, make, monkeypatch, small_stripes):
+def test_each_call_refused_in_turn(name, nth, make, monkeypatch, small_stripes):
     """A transfer of six parts over two files: any of them fails it, the others end, and it can be done again."""
     monkeypatch.setenv("RANK", "3")
     files, slab = make(directories=2), slab_of(200)
@@ -248,11 +247,11 @@ def test_each_call_refused_in_turn(name, number, nth, make, monkeypatch, small_s
     fill(block, 1)
     wanted = content(block)
     extent = files.store(block)
-    calls = faulty(monkeypatch, name, nth, raises(number))
+    calls = faulty(monkeypatch, name, nth, raises(errno.EIO))
     move = files.store if name == "pwritev" else lambda block: files.load(extent, block)
     what = "write" if name == "pwritev" else "read"
     where = "|".join(str(found.path) for found in files.directories)
-    with pytest.raises(MemoError, match=rf"^rank 3 could not {what} its file in ({where}): .*{os.strerror(number)}"):
+    with pytest.raises(MemoError, match=rf"^rank 3 could not {what} its file in ({where}): .*{os.strerror(errno.EIO)}"):
         move(block)
     files.finish()
     assert len(calls) >= nth
@@ -314,15 +313,6 @@ def test_closing_ends_threads_and_gives_the_space_back_also_while_it_is_referred
     assert set(memo_threads()) <= before[0] and descriptors() <= before[1]
     with pytest.raises(MemoError, match="are closed"):
         files.store(slab_of(8).allocate(PAGE, "a test"))
-
-
-def test_closing_waits_for_what_is_under_way(tmp_path):
-    files, slab = Files(tmp_path), slab_of(8)
-    sent, may_go = held_back(files)
-    write = files.write(slab.allocate(PAGE, "a test"), files.extent(PAGE, "a test"), (sent,))
-    threading.Timer(0.05, may_go.set).start()
-    files.close()
-    assert files.done(write) and write.failure is None
 
 
 def test_files_that_are_never_closed_end_once_their_transfers_are_over(tmp_path):

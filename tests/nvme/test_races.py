@@ -23,11 +23,10 @@ from tests.swap.ordered import OrderedStreams, OrderError
 from tests.swap.rig import attached
 from tests.swap.schedules import Setup, differing, play
 
-SCHEDULES = 64
-GROUPS = 16
-DAILY = 1
-"""A group whose schedules read from files; many are too short."""
-ORDERED_SCHEDULES = 24
+SCHEDULES = (38, 2, 6, 7, 10, 12, 42, 13, 15, 18, 19, 21, 32, 22, 28, 31, 35, 39, 45, 44, 48, 55, 58, 63)
+"""Those that read from files; more than half of all are too short to. The everyday group has the quickest."""
+GROUPS = 6
+ORDERED_SCHEDULES = SCHEDULES[:12]
 ACTIONS = 6
 
 pytestmark = pytest.mark.filterwarnings("ignore::ds_memo.MemoWarning")
@@ -50,21 +49,21 @@ def by_files(seed: int, streams, path, home: type[FileHome] = FileHome) -> tuple
         return results, memo.engine.home.files.meters[False].nbytes
 
 
-@pytest.mark.parametrize("group", everyday(range(GROUPS), [DAILY]))
+@pytest.mark.parametrize("group", everyday(range(GROUPS), [0]))
 def test_random_schedules_with_late_copies_late_files_and_poisoned_memory(group, tmp_path):
     read = 0
-    for seed in range(group, SCHEDULES, GROUPS):
+    for seed in SCHEDULES[group::GROUPS]:
         with late_files(seed):
             ours, nbytes = by_files(seed, DelayedStreams(seed), tmp_path)
         wrong = differing(ours, by_host(seed)[0])
         assert not wrong, f"schedule {seed}: {len(wrong)} results differ, first {wrong[0]}"
         read += nbytes
-    assert read or group != DAILY
+    assert read
 
 
-@pytest.mark.parametrize("group", everyday(range(4), []))
+@pytest.mark.parametrize("group", everyday(range(GROUPS), []))
 def test_random_schedules_are_ordered_by_events_and_waits(group, tmp_path):
-    for seed in range(group, ORDERED_SCHEDULES, 4):
+    for seed in ORDERED_SCHEDULES[group::GROUPS]:
         checker = OrderedStreams()
         ours, _ = by_files(seed, checker, tmp_path)
         checker.verify()

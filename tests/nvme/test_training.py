@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import gc
-import itertools
-import mmap
 import os
 
 import pytest
 import torch
 
-from ds_memo.errors import MemoError
 from ds_memo.nvme import direct_files
 from ds_memo.runtime.attach import attach
-from ds_memo.swap.pinned_segments import PAGE
 from ds_memo.swap.streams import ThreadStreams
 from tests.everyday import everyday
 from tests.models import Batch, build
@@ -26,7 +21,8 @@ from tests.swap.rig import HOST, attached, gradients
 pytestmark = pytest.mark.filterwarnings("ignore::ds_memo.MemoWarning")
 LAYERS = 6
 BATCHES = [Batch.random(2, 33, seed=seed) for seed in range(4)]
-CASES = [("llama", 0.5, 0, None), *itertools.product(["llama", "neox", "mixtral"], [0.0, 1.0], [2], [None, 8])]
+CASES = [("llama", 0.5, 0, None), ("llama", 1.0, 2, 8), ("neox", 0.0, 2, 8), ("neox", 1.0, 2, None), ("mixtral", 0.0, 2, None)]
+CASES += [("mixtral", 1.0, 2, 8)]
 
 
 def model_of(name: str, layers: int = LAYERS) -> torch.nn.Module:
@@ -93,26 +89,6 @@ def test_gradients_are_the_host_homes(name, alpha, residents, tile, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_host_of_a_tenth_trains_and_without_files_is_refused(tmp_path):
-    config = settings(1.0, 0, None)
-    wanted, peak, largest = by_host("llama", config, layers=40)
-    tenth = peak // 10 // PAGE * PAGE
-    assert tenth >= 3 * largest
-    model = model_of("llama", 40)
-    with attached_with_files(model, ThreadStreams(), config, tmp_path, tenth) as memo:
-        accumulate(model)
-        assert memo.slab.peak_used <= tenth
-        assert memo.slab.size <= tenth
-    assert_equal(gradients(model), wanted)
-    model = model_of("llama", 40)
-    with (
-        attached(model, ThreadStreams(), config | {"host_memory_gib": host_of(tenth)}),
-        pytest.raises(MemoError, match=r"memo\.alpha"),
-    ):
-        accumulate(model)
-
-
-@pytest.mark.slow
 def test_a_model_that_is_dropped_in_the_middle_leaves_its_host_to_others(tmp_path):
     """Its reads are under way into blocks that the next model gets."""
     config = settings(0.5, 0, None)
@@ -131,34 +107,3 @@ def test_a_model_that_is_dropped_in_the_middle_leaves_its_host_to_others(tmp_pat
                 gc.collect()
                 accumulate(other)
             assert_equal(gradients(other), wanted)
-
-
-def test_nothing_stays_in_the_page_cache(tmp_path):
-    """No page that was written can be read without waiting. The negative control reads through the cache first."""
-    config = settings(1.0, 0, None)
-    model = model_of("llama")
-    _, _, largest = by_host("llama", config)
-    with attached_with_files(model, ThreadStreams(), config, tmp_path, 3 * largest) as memo:
-        accumulate(model)
-        (file,) = memo.engine.home.files._files
-        pages = memo.engine.home.files.meters[True].nbytes // 3 // PAGE
-        handle = os.open(f"/proc/self/fd/{file.handle}", os.O_RDONLY)
-        try:
-            size = os.fstat(handle).st_size
-            with mmap.mmap(handle, size, access=mmap.ACCESS_COPY) as mapped:
-                assert pages and resident_pages(mapped) == 0
-                assert sum(mapped[at] is None for at in range(0, 64 * PAGE, PAGE)) == 0
-                assert resident_pages(mapped) >= 64
-        finally:
-            os.close(handle)
-
-
-def resident_pages(mapped: mmap.mmap) -> int:
-    """Return the pages of a mapped file that are in the page cache."""
-    pages = len(mapped) // PAGE
-    found = (ctypes.c_ubyte * pages)()
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype = ctypes.c_void_p
-    address = torch.frombuffer(mapped, dtype=torch.uint8).data_ptr()
-    assert libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(len(mapped)), found) == 0
-    return sum(entry & 1 for entry in found)

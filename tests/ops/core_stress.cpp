@@ -156,6 +156,7 @@ struct Model {
     const Bytes size = below(random, 64) ? planned - less : kUnit * (1 + below(random, kLargest / kUnit));
     const Stream stream = below(random, 50) ? kCompute : kSide;
     const bool pool = below(random, 100) == 0;
+    const Bytes offset = visit && next < visit->size() ? (*visit)[next].offset : kNative;
     const Outcome expected = predict(size, stream, pool);
     const auto before = core.stats.count;
     std::vector<Fence> fences;
@@ -164,6 +165,7 @@ struct Model {
       require(core.stats.count[i] - before[i] == (i == static_cast<int>(expected)), "another outcome than predicted");
     require(address.has_value() == (expected == Outcome::hit), "an address without a hit, or a hit without an address");
     if (!address) return std::nullopt;
+    require(*address == reinterpret_cast<Address>(memory->begin()) + offset, "another address than the slot's");
     for (Fence fence : fences) {
       const auto reader = readers.find(fence);
       require(reader != readers.end(), "a fence that was never made, or for the second time");

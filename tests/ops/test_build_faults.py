@@ -1,4 +1,4 @@
-"""Training when the op cannot be built, cached or trusted: it goes on and warns once. tests/test_compiled.py has each fault."""
+"""Training when the op cannot be built or cached: it goes on and warns once. tests/test_compiled.py has each fault."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 import ds_memo
 from ds_memo.ops.builder import AllocatorBuilder
 from tests.models import Batch, build, step
-from tests.ops.compiling import NOT_TRUSTED, lacks, plant, stand_in
+from tests.ops.compiling import lacks, stand_in
 from tests.processes import forked
 
 pytestmark = [pytest.mark.skipif(bool(lacks()), reason=str(lacks())), pytest.mark.processes]
@@ -83,43 +83,31 @@ def made() -> Path:
 
 
 @pytest.fixture
-def quick(tmp_path: Path, made: Path) -> tuple[str, Path]:
-    """A stand-in compiler that copies the built op and saves half a minute, and the file that counts its calls."""
-    return stand_in(tmp_path, f'cat {made} > "$out"')
-
-
-def kept(cache: Path) -> Path:
-    (found,) = cache.rglob("memo_allocator_cpu*.so")
-    return found
-
-
-def builds(log: Path) -> int:
-    return len(log.read_text().splitlines())
+def quick(tmp_path: Path, made: Path) -> str:
+    """A stand-in compiler that copies the built op and saves half a minute."""
+    return stand_in(tmp_path, f'cat {made} > "$out"')[0]
 
 
 # ---- it cannot be built
 
 
-@pytest.mark.parametrize(
-    ("cxx", "why"), {"false": "false failed: exit status 1", "c++ 'x": "CXX is c++ 'x: no closing quotation"}.items()
-)
-def test_a_compiler_that_fails(run: Callable[..., dict[str, Any]], cxx: str, why: str) -> None:
-    got = run(CXX=cxx)
+def test_a_compiler_that_fails(run: Callable[..., dict[str, Any]]) -> None:
+    got = run(CXX="false")
     (warning,) = got["warned"]
-    assert warning.startswith("memory addresses are not planned: memo_allocator_cpu is not available: ") and why in warning
-    assert got["hits"] is None
+    assert warning.startswith("memory addresses are not planned: memo_allocator_cpu is not available: ")
+    assert "false failed: exit status 1" in warning and got["hits"] is None
 
 
-def test_a_full_disk(run: Callable[..., dict[str, Any]], quick: tuple[str, Path], tmp_path: Path) -> None:
-    got = run(CXX=quick[0], file_bytes=100_000)
+def test_a_full_disk(run: Callable[..., dict[str, Any]], quick: str, tmp_path: Path) -> None:
+    got = run(CXX=quick, file_bytes=100_000)
     (warning,) = got["warned"]
     assert warning.startswith("memory addresses are not planned: memo_allocator_cpu is not available: ")
     assert got["hits"] is None
     assert [path.name for path in (tmp_path / "cache/ds_memo/compiled").iterdir()] == ["lock"]
 
 
-def test_no_folder_can_be_written(run: Callable[..., dict[str, Any]], quick: tuple[str, Path]) -> None:
-    got = run("/proc", CXX=quick[0], file_bytes=0)
+def test_no_folder_can_be_written(run: Callable[..., dict[str, Any]], quick: str) -> None:
+    got = run("/proc", CXX=quick, file_bytes=0)
     assert len(got["warned"]) == 2 and "/proc/ds_memo: cannot be made" in got["warned"][0]
     assert got["warned"][1].startswith("memory addresses are not planned: memo_allocator_cpu is not available: ")
     assert got["hits"] is None
@@ -128,36 +116,8 @@ def test_no_folder_can_be_written(run: Callable[..., dict[str, Any]], quick: tup
 # ---- it cannot be kept
 
 
-def test_a_cache_that_cannot_be_written(run: Callable[..., dict[str, Any]], quick: tuple[str, Path]) -> None:
-    got = run("/proc", CXX=quick[0])
+def test_a_cache_that_cannot_be_written(run: Callable[..., dict[str, Any]], quick: str) -> None:
+    got = run("/proc", CXX=quick)
     (warning,) = got["warned"]
     assert "cannot be made" in warning and "memo_allocator_cpu is compiled for this process alone" in warning
     assert got["hits"] > 0
-
-
-# ---- it cannot be trusted
-
-
-def test_a_damaged_op_is_built_anew_once(run: Callable[..., dict[str, Any]], quick: tuple[str, Path], tmp_path: Path) -> None:
-    assert run(CXX=quick[0])["hits"] > 0
-    before = builds(quick[1])
-    op = kept(tmp_path / "cache")
-    op.write_bytes(op.read_bytes()[:100_000])
-    for _ in range(2):
-        got = run(CXX=quick[0])
-        assert got["hits"] > 0 and got["warned"] == []
-    assert builds(quick[1]) == 2 * before
-
-
-def test_what_others_may_have_written_is_not_loaded(
-    run: Callable[..., dict[str, Any]], quick: tuple[str, Path], tmp_path: Path
-) -> None:
-    run(CXX=quick[0])
-    op, proof = kept(tmp_path / "cache"), tmp_path / "it was loaded"
-    plant(op, proof)
-    distrust, said = NOT_TRUSTED["a file that all may write"]
-    distrust(op)
-    got = run(CXX=quick[0])
-    (warning,) = got["warned"]
-    assert said in warning and "is compiled" in warning
-    assert got["hits"] > 0 and not proof.exists()

@@ -181,14 +181,9 @@ def test_random_traces_give_verified_plans(trace, solver):
         assert plan.proven
 
 
-@given(traces())
-@settings(max_examples=5, deadline=None)
-def test_random_traces_with_cbc(trace):
-    reverify(plan_trace(trace, solver="cbc", seconds=4), trace)
-
-
-@pytest.mark.parametrize("solver", ["greedy", "search", "cbc", "highs"])
-@pytest.mark.parametrize("n", everyday([60, 300, 3000], [300]))
+@pytest.mark.parametrize(
+    "solver, n", everyday([("greedy", 300), ("search", 300), ("search", 3000), ("cbc", 60), ("highs", 60)], [("search", 300)])
+)
 def test_a_limit_of_one_second_is_kept(solver, n):
     hard = Problem(tuple(b._replace(size=b.size + i % 512) for i, b in enumerate(dense(n, seed=1, trim=0.2).buffers)))
     with a_second_at_most():

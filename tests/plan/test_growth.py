@@ -19,7 +19,7 @@ from ds_memo.plan.phases import LayerPass
 from ds_memo.plan.repeat import repeat_layer
 from ds_memo.plan.trace import Request, Trace, rounded
 from tests.ops.compiling import lacks
-from tests.plan.instances import dense, flat, layered
+from tests.plan.instances import flat, layered
 from tests.plan.test_bilevel import traces
 from tests.processes import python
 
@@ -28,11 +28,6 @@ def swept(trace: Trace) -> int:
     """Return the peak of one sweep over everything."""
     buffers = [Buffer(t.id, Lifespan(t.birth, t.death), rounded(t.size)) for t in trace.tensors() if t.size]
     return peak(buffers, greedy.in_time(buffers))
-
-
-def computed_s() -> float:
-    """Return the processor seconds of this process and of its children that have ended."""
-    return sum(os.times()[:4])
 
 
 def instructions(work) -> int:
@@ -187,15 +182,9 @@ def test_ctrl_c_ends_the_search():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("solver", ["greedy", "cbc"])
-@pytest.mark.parametrize("make", [layered, flat])
-def test_the_limit_is_kept(make, solver):
-    """In seconds of a processor, which other work on the machine does not take. Twice the limit is allowed."""
-    trace = make(50_000)
-    began = computed_s()
-    plan = plan_trace(trace, solver=solver, seconds=10)
-    assert computed_s() - began < 20 and plan.peak <= swept(trace)
-    problem = dense(3000, seed=1, trim=0.2)
-    began = computed_s()
-    solve(problem, solver=solver, seconds=5)
-    assert computed_s() - began < 10
+def test_the_limit_is_kept():
+    """Stages of all its phases, in seconds of a processor, which other work on the machine does not take. Twice it is allowed."""
+    trace = layered(50_000)
+    before = sum(os.times()[:4])
+    plan = plan_trace(trace, solver="cbc", seconds=5)
+    assert sum(os.times()[:4]) - before < 10 and plan.peak <= swept(trace)

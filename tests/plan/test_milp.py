@@ -3,6 +3,7 @@ import re
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -18,17 +19,9 @@ from tests.processes import assert_gone, processes_with
 pytestmark = pytest.mark.processes
 
 
-def has_highs() -> bool:
-    try:
-        import highspy  # noqa: F401
-    except ImportError:
-        return False
-    return True
-
-
 # The example of google/minimalloc.
 EXAMPLE = Problem.of([("b1", 0, 3, 4), ("b2", 3, 9, 4), ("b3", 0, 9, 4), ("b4", 9, 21, 4), ("b5", 0, 21, 4)])
-SOLVERS = ["cbc", pytest.param("highs", marks=pytest.mark.skipif(not has_highs(), reason="no highspy"))]
+SOLVERS = ["cbc", pytest.param("highs", marks=pytest.mark.skipif(find_spec("highspy") is None, reason="no highspy"))]
 
 
 @pytest.mark.parametrize("solver", SOLVERS)

@@ -5,7 +5,6 @@ from hypothesis import strategies as st
 from ds_memo.plan import plan_trace, read_trace, verify
 from ds_memo.plan.errors import TracesDiffer
 from ds_memo.plan.formats import parse_trace
-from ds_memo.plan.repeat import repeat_layer
 from ds_memo.plan.rescale import fit_sizes, rescale, sizes_at
 from ds_memo.plan.trace import Trace
 from tests.plan.instances import TRACES
@@ -63,16 +62,6 @@ def test_other_lengths_of_a_real_trace_stay_optimal(s):
     other = rescale(plan, sizes_at(plan, fitted, s))
     check(other)
     assert other.peak == other.lower_bound
-
-
-def test_six_thousand_requests():
-    """Twice as long, twice as high; benchmarks/plan.py times it."""
-    trace = repeat_layer(read_trace(GPT_NONE), 43)
-    assert 5900 < len(trace.requests) < 6200
-    plan = plan_trace(trace, solver="greedy")
-    sizes = [s.requested * 2 for s in plan.slots]
-    longer = rescale(plan, sizes)
-    assert longer.peak == longer.lower_bound <= 2 * plan.peak  # slots of odd sizes have room to grow into
 
 
 @pytest.mark.slow

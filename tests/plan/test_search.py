@@ -71,9 +71,8 @@ def test_minimalloc_challenging(path):
 
 @needs_compiler
 @pytest.mark.parametrize("shape", [{}, {"pinwheels": 0.5}, {"drop": 0.02}])
-@pytest.mark.parametrize("n", [150, 250])
-def test_dense_packings(n, shape):
-    assert search(dense(n, seed=3, **shape).buffers, CAPACITY, 10).offsets is not None
+def test_dense_packings(shape):
+    assert search(dense(250, seed=3, **shape).buffers, CAPACITY, 10).offsets is not None
 
 
 @needs_compiler
@@ -129,10 +128,10 @@ def gaps(phases: int) -> Trace:
     return make_trace(requests, marks)
 
 
-@pytest.fixture(params=["/nonexistent/c++", "false"])
-def no_compiler(request, monkeypatch, tmp_path):
+@pytest.fixture
+def no_compiler(monkeypatch, tmp_path):
     monkeypatch.setattr("ds_memo.plan.search._library", None)
-    monkeypatch.setenv("CXX", request.param)
+    monkeypatch.setenv("CXX", "/nonexistent/c++")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 

@@ -190,25 +190,3 @@ def test_tensors_with_gaps_or_overlaps_are_refused():
         assert dense_order(tensor) is None
         with pytest.raises(MemoError, match="only dense tensors"):
             Layout().add(tensor)
-
-
-# ---- in-place changes from outside
-
-
-def test_a_change_behind_the_frames_back_raises_with_its_name():
-    one = frame()
-    tensor = torch.zeros(3, 4)
-    kept = one.layout.add(tensor)
-    one.device[kept.index] = tensor.detach()
-    one.versions[kept.index] = tensor._version
-    one.check_unchanged()
-    tensor.mul_(2)
-    with pytest.raises(MemoError, match=r"model\.layers\.7: a tensor of shape \(3, 4\) .* changed in place"):
-        one.check_unchanged()
-
-
-def test_a_dying_frame_reports_itself():
-    dead = []
-    one = Frame("x", SWAPPED, 1, lambda dying: dead.append(dying.name))
-    del one
-    assert dead == ["x"]

@@ -22,9 +22,9 @@ from tests.swap.races import SHOWS_IN_GRADIENTS, noticed, racing, tell
 from tests.swap.rig import attached
 from tests.swap.schedules import Setup, differing, play
 
-SCHEDULES = 88
-GROUPS = 8
-ORDERED_SCHEDULES = 24
+SCHEDULES = 48
+GROUPS = 6
+ORDERED_SCHEDULES = 12
 ACTIONS = 6
 
 

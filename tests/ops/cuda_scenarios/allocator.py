@@ -164,15 +164,6 @@ def another_stream_is_served_by_torch() -> None:
 
 
 @scenario
-def a_pass_on_another_stream_than_the_arena() -> None:
-    slots = Slots((0, 8))
-    with torch.cuda.stream(torch.cuda.Stream()):
-        slots.allocator.follow(0)
-        slots.again()
-        assert not slots.owns(slots.take(8)) and slots.count("stream") == 1
-
-
-@scenario
 def record_stream_of_a_native_block() -> None:
     slots = Slots((NATIVE, 8), (0, 8))
     block = slots.take(8)
