@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from benchmarks.environment import environment
-from ds_memo.solve.costs import RunCosts
 from ds_memo.solve.refusals import NothingFits
+from ds_memo.solve.run_costs import RunCosts
 from ds_memo.solve.solver import solve
 from tests.solve import sweep
 from tests.solve.runs import random_run

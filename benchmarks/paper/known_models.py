@@ -16,7 +16,7 @@ from ds_memo.estimate.model import load
 from ds_memo.estimate.question import Question
 from ds_memo.estimate.simulate import simulate
 from ds_memo.placement import ON_DEVICE
-from ds_memo.solve.costs import RunCosts
+from ds_memo.solve.run_costs import RunCosts
 from ds_memo.units import GIB, short
 
 MODELS = Path(__file__).resolve().parents[2] / "ds_configs" / "models"

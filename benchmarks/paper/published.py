@@ -26,7 +26,7 @@ from ds_memo.estimate.simulate import simulate
 from ds_memo.hf.model_flops import sequence_flops
 from ds_memo.memory.host import HOST_HEADROOM
 from ds_memo.placement import ON_DEVICE, Placement, PlacementKind
-from ds_memo.solve.costs import LayerCosts, Output, RunCosts
+from ds_memo.solve.run_costs import LayerCosts, Output, RunCosts
 
 LAYERS, HIDDEN, VOCAB, HEADS = 32, 4096, 50257, 32
 OF_LAYER = 12 * HIDDEN**2

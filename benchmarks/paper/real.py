@@ -23,7 +23,7 @@ from ds_memo.estimate.layout import Layout
 from ds_memo.estimate.model import from_config, load
 from ds_memo.estimate.simulate import Simulated, simulate
 from ds_memo.placement import ON_DEVICE, Placement, PlacementKind
-from ds_memo.solve.costs import RunCosts
+from ds_memo.solve.run_costs import RunCosts
 
 ROOT = Path(__file__).resolve().parents[2]
 

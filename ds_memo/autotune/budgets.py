@@ -20,8 +20,8 @@ from ds_memo.placement import Tiles
 from ds_memo.planned_alloc.non_layer_memory import NonLayerMemory, largest
 from ds_memo.profile.sample import Profile
 from ds_memo.shapes import HiddenShapes
-from ds_memo.solve.costs import RunCosts
 from ds_memo.solve.headroom import HEADROOM
+from ds_memo.solve.run_costs import RunCosts
 from ds_memo.swap.host_budget import HostBudget
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ds_memo.solve.costs import RunCosts
+from ds_memo.solve.run_costs import RunCosts
 from ds_memo.solve.schedule import Schedule
 from ds_memo.solve.solution import Solution
 from ds_memo.swap.stream_protocol import Streams

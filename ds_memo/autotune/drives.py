@@ -13,7 +13,7 @@ from ds_memo.distributed.agree import from_all_ranks, together
 from ds_memo.memory.host import ranks_on_node
 from ds_memo.nvme.bandwidth import measure_drives
 from ds_memo.nvme.direct_files import DirectFiles
-from ds_memo.solve.costs import NvmeCosts
+from ds_memo.solve.run_costs import NvmeCosts
 from ds_memo.swap.host_budget import HostBudget
 
 _DAY_S = 86400

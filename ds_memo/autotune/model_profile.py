@@ -21,8 +21,8 @@ from ds_memo.distributed.agree import Do, Failed, alone, from_all_ranks, refuse_
 from ds_memo.distributed.topology import ranks_per_sequence
 from ds_memo.files import NotPrivate, cache_home
 from ds_memo.profile import cache
-from ds_memo.profile.call import LayerCall
-from ds_memo.profile.kinds import layer_in_words
+from ds_memo.profile.layer_call import LayerCall
+from ds_memo.profile.layer_kinds import layer_in_words
 from ds_memo.profile.merge_ranks import most_careful
 from ds_memo.profile.run import SHORTEST, Asked, lengths_of, measure_kinds, take_profile, worth_measuring
 from ds_memo.profile.sample import Profile

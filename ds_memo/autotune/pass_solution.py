@@ -11,7 +11,7 @@ from typing import Any
 
 from ds_memo.placement import FULL_RECOMPUTE, NO_RECOMPUTE, Placement, PlacementKind
 from ds_memo.shapes import HiddenShape, HiddenShapes
-from ds_memo.solve.costs import RunCosts
+from ds_memo.solve.run_costs import RunCosts
 from ds_memo.solve.solution import Solution
 
 

@@ -13,8 +13,8 @@ from torch import nn
 from ds_memo.distributed.agree import world_size
 from ds_memo.distributed.topology import is_experts
 from ds_memo.errors import MemoError
-from ds_memo.profile.call import AsCalled, LayerCall, as_it_is, layer_calls
-from ds_memo.profile.kinds import kinds_of
+from ds_memo.profile.layer_call import AsCalled, LayerCall, as_it_is, layer_calls
+from ds_memo.profile.layer_kinds import kinds_of
 from ds_memo.remat.checkpoint import Layer, Remat
 from ds_memo.shapes import HiddenShapes, Shapes, hidden_shape
 

@@ -36,14 +36,14 @@ from ds_memo.distributed.topology import gathers_by_module, is_experts, meet_in_
 from ds_memo.placement import PlacementKind, Tiles
 from ds_memo.planned_alloc import UNPLANNED_OVERHEAD
 from ds_memo.planned_alloc.runtime import Addresses
-from ds_memo.profile.call import LayerCall
+from ds_memo.profile.layer_call import LayerCall
 from ds_memo.profile.sample import Profile
 from ds_memo.remat.checkpoint import Layer, Remat
 from ds_memo.shapes import HiddenShapes, Shapes
-from ds_memo.solve.costs import RunCosts
 from ds_memo.solve.headroom import Candidate, shortest
 from ds_memo.solve.memory import bytes_of_layers
 from ds_memo.solve.refusals import NothingFits
+from ds_memo.solve.run_costs import RunCosts
 from ds_memo.solve.solution import Solution
 from ds_memo.tiles.probe import BY_MODULE
 from ds_memo.units import GIB

@@ -27,7 +27,7 @@ VERBS = {  # verb: (module, what it does)
     "profile": ("ds_memo.cli.profile", "measure a model's layers and this machine's copies"),
     "plan": ("ds_memo.cli.plan", "from a request trace to an address for every tensor"),
     "estimate": ("ds_memo.cli.estimate", "what a run would take in time and memory, before anything is rented"),
-    "report": ("ds_memo.show.report", "what a run under ds_memo did, from the JSON of its report"),
+    "report": ("ds_memo.show.report_table", "what a run under ds_memo did, from the JSON of its report"),
     "show": ("ds_memo.cli.show", "draw a plan: time × address, as PNG or interactive HTML"),
 }
 UNEXPECTED = 70

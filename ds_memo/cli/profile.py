@@ -25,7 +25,7 @@ from ds_memo.units import short, size
 if TYPE_CHECKING:
     import torch
 
-    from ds_memo.profile.call import LayerCall
+    from ds_memo.profile.layer_call import LayerCall
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _BACKWARD = 2.5
@@ -79,7 +79,7 @@ def _measure(args: argparse.Namespace, device: torch.device, say: Callable[[str]
     import torch
 
     from ds_memo.hf.meta_model import build
-    from ds_memo.profile.kinds import kinds_of
+    from ds_memo.profile.layer_kinds import kinds_of
     from ds_memo.profile.run import SHORTEST, WIDTHS, Asked, lengths_of, take_profile
     from ds_memo.runtime.attach import attach_model
 
@@ -149,7 +149,7 @@ def _calls(remat: Any, model: Any, kinds: list[int], batch: int, length: int, de
     import torch
 
     from ds_memo.distributed.agree import together
-    from ds_memo.profile.call import layer_calls
+    from ds_memo.profile.layer_call import layer_calls
 
     embeddings = model.get_input_embeddings().weight
 

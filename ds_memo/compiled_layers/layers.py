@@ -22,7 +22,7 @@ from torch.autograd.graph import register_multi_grad_hook
 
 from ds_memo.compiled_layers import ops
 from ds_memo.compiled_layers.backends import name_of, partitioned
-from ds_memo.compiled_layers.call import CompiledCall
+from ds_memo.compiled_layers.compiled_call import CompiledCall
 from ds_memo.compiled_layers.torch_private import (
     CANNOT_COMPILE,
     MARK_OF_ANY_SIZE,

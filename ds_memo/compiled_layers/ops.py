@@ -28,7 +28,7 @@ from ds_memo.errors import MemoError
 from ds_memo.remat import op_policy
 
 if TYPE_CHECKING:
-    from ds_memo.compiled_layers.call import CompiledCall
+    from ds_memo.compiled_layers.compiled_call import CompiledCall
 
 # Not torch.library.custom_op: it refuses outputs that share a storage, as the slots of a frame do.
 _LIBRARY = torch.library.Library("memo", "DEF")

@@ -31,7 +31,7 @@ from ds_memo.distributed.topology import ranks_per_sequence
 from ds_memo.errors import MemoConfigError, MemoError
 from ds_memo.hf.attention import wrap_attention
 from ds_memo.hf.rotary import seen_by_rotary
-from ds_memo.profile.call import is_shortened
+from ds_memo.profile.layer_call import is_shortened
 from ds_memo.units import round_up
 
 IGNORE = -100

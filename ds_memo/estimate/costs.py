@@ -23,7 +23,7 @@ from ds_memo.estimate.layout import Layout
 from ds_memo.estimate.model import Model
 from ds_memo.placement import Tiles
 from ds_memo.profile.sample import Profile
-from ds_memo.solve.costs import LayerCosts
+from ds_memo.solve.run_costs import LayerCosts
 
 _LOGIT_MOVED, _NORM_MOVED = 36, 128
 """Bytes through device memory per logit (computed, cast to fp32, exponentiated, and the backward), and per element of the hidden

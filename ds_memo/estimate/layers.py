@@ -20,9 +20,9 @@ from ds_memo.estimate.hardware import Hardware, load
 from ds_memo.estimate.kernels import Clock
 from ds_memo.hf.find_layers import find_layers
 from ds_memo.profile import stopwatch
-from ds_memo.profile.call import LayerCall
-from ds_memo.profile.kinds import kinds_of
 from ds_memo.profile.layer import measure
+from ds_memo.profile.layer_call import LayerCall
+from ds_memo.profile.layer_kinds import kinds_of
 from ds_memo.profile.layer_sample import LayerSample
 from ds_memo.profile.sample import LayerProfile, Profile
 from ds_memo.profile.tile_sample import TileSample

@@ -13,11 +13,11 @@ from ds_memo.estimate.parts import LOGIT_BYTES, TILE_TOKENS, by_part, gathered_b
 from ds_memo.estimate.question import DAY_S, OK, OOHM, OOM, Estimate, Question
 from ds_memo.placement import PlacementKind, Tiles
 from ds_memo.planned_alloc import UNPLANNED_OVERHEAD
-from ds_memo.solve.costs import NvmeCosts, RunCosts, Working
 from ds_memo.solve.headroom import HEADROOM, Candidate, shortest
-from ds_memo.solve.kinds import Kinds
 from ds_memo.solve.memory import device_bytes
+from ds_memo.solve.placement_kinds import Kinds
 from ds_memo.solve.refusals import NothingFits
+from ds_memo.solve.run_costs import NvmeCosts, RunCosts, Working
 from ds_memo.solve.solver import Solution
 from ds_memo.units import GIB
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ds_memo.estimate.costs import Costs
 from ds_memo.estimate.question import Estimate, Question
-from ds_memo.solve.costs import LayerCosts, RunCosts
+from ds_memo.solve.run_costs import LayerCosts, RunCosts
 from ds_memo.units import GIB
 
 TILE_TOKENS = 1024

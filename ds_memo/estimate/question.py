@@ -21,7 +21,7 @@ from ds_memo.estimate.simulate import Simulated, simulate
 from ds_memo.memory.host import HOST_HEADROOM
 from ds_memo.placement import Placement, PlacementKind, Tiles
 from ds_memo.profile.sample import Profile
-from ds_memo.solve.costs import RunCosts
+from ds_memo.solve.run_costs import RunCosts
 from ds_memo.units import GIB
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from ds_memo.errors import MemoError
 from ds_memo.nvme import file_protocol
 from ds_memo.nvme.home import FileHome
 from ds_memo.placement import Placement, PlacementKind
-from ds_memo.solve.costs import LayerCosts, NvmeCosts, Output, RunCosts, TileCosts
+from ds_memo.solve.run_costs import LayerCosts, NvmeCosts, Output, RunCosts, TileCosts
 from ds_memo.swap.engine import SwapEngine
 from ds_memo.swap.frame import Frame
 from ds_memo.swap.stream_protocol import COMPUTE, D2H, H2D

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import get_args
 
 from ds_memo.profile.layer_sample import LayerSample
-from ds_memo.solve.costs import LayerCosts, Output, OutputKind, Working
+from ds_memo.solve.run_costs import LayerCosts, Output, OutputKind, Working
 
 OUTPUT_KINDS = get_args(OutputKind)
 

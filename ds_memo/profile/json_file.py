@@ -13,7 +13,7 @@ from ds_memo.profile.extrapolate import OUTPUT_KINDS
 from ds_memo.profile.layer_sample import LayerSample
 from ds_memo.profile.sample import LayerProfile, Profile
 from ds_memo.profile.tile_sample import PART_BYTES, PARTS, SAMPLES, PartSample, TileSample
-from ds_memo.solve.costs import Output
+from ds_memo.solve.run_costs import Output
 
 FORMAT = 9
 MOST_PROFILE_BYTES = 1 << 24

@@ -18,7 +18,7 @@ from torch import nn
 
 from ds_memo.errors import MemoError
 from ds_memo.placement import FULL_RECOMPUTE, GEMMS_RECOMPUTED, NO_RECOMPUTE, ON_DEVICE, Placement
-from ds_memo.profile.call import LayerCall, hidden_from_training, uncompiled
+from ds_memo.profile.layer_call import LayerCall, hidden_from_training, uncompiled
 from ds_memo.profile.layer_sample import LayerSample
 from ds_memo.profile.live import bytes_made, storages_of
 from ds_memo.profile.stopwatch import Stopwatch, now, repeats, seconds_between
@@ -27,7 +27,7 @@ from ds_memo.remat.random_states import KeepsGiven, forked
 from ds_memo.remat.recipe import Gemm, Recipe
 from ds_memo.remat.tensors import tensor_leaves
 from ds_memo.remat.undo import Undoing
-from ds_memo.solve.costs import Output, OutputKind
+from ds_memo.solve.run_costs import Output, OutputKind
 from ds_memo.swap.engine import SwapEngine
 from ds_memo.swap.frame import Frame
 from ds_memo.swap.host_pool import HostPool

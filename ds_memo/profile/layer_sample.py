@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ds_memo.solve.costs import Output
+from ds_memo.solve.run_costs import Output
 
 DEVICE_BYTES = (
     "working_bytes",

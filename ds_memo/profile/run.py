@@ -25,10 +25,10 @@ from ds_memo.errors import MemoError
 from ds_memo.memory.device import device_budget, device_usage
 from ds_memo.memory.host import host_usage, ranks_on_node
 from ds_memo.profile.bandwidth import SPAN, CopyBench
-from ds_memo.profile.call import LayerCall
 from ds_memo.profile.gathered_params import gathered, gathered_bytes
-from ds_memo.profile.kinds import layer_in_words, settings_digest
 from ds_memo.profile.layer import measure
+from ds_memo.profile.layer_call import LayerCall
+from ds_memo.profile.layer_kinds import layer_in_words, settings_digest
 from ds_memo.profile.layer_sample import DEVICE_BYTES, LayerSample
 from ds_memo.profile.merge_ranks import most_careful
 from ds_memo.profile.sample import LayerProfile, Profile

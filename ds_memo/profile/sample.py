@@ -11,7 +11,7 @@ from ds_memo.placement import Tiles
 from ds_memo.profile.extrapolate import OUTPUT_KINDS, Extrapolated
 from ds_memo.profile.layer_sample import LayerSample
 from ds_memo.profile.tile_sample import TileSample, in_tiles
-from ds_memo.solve.costs import LayerCosts, RunCosts
+from ds_memo.solve.run_costs import LayerCosts, RunCosts
 
 _OFF = 0.25
 """The largest relative error of the check at which the lines are trusted."""

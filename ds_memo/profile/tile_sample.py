@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ds_memo.placement import Tiles
-from ds_memo.solve.costs import LayerCosts, TileCosts, Working
+from ds_memo.solve.run_costs import LayerCosts, TileCosts, Working
 from ds_memo.spans import longest, number_of_spans
 
 PARTS = ("heads", "attention", "tails", "tails_backward", "attention_backward", "heads_backward")
@@ -44,7 +44,7 @@ class TileSample:
     tile_tokens: int
     """As asked for."""
     result_differs: bool
-    """As in :class:`ds_memo.solve.costs.TileCosts`. What the backward begins with is then in "tails_backward"."""
+    """As in :class:`ds_memo.solve.run_costs.TileCosts`. What the backward begins with is then in "tails_backward"."""
     parts: tuple[PartSample, ...]
     """In the order of PARTS."""
     in_groups: tuple[tuple[tuple[int, int], ...], ...] = ()

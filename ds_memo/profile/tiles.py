@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from ds_memo.placement import Placement, PlacementKind, Tiles
-from ds_memo.profile.call import LayerCall
 from ds_memo.profile.layer import Bench, alone
+from ds_memo.profile.layer_call import LayerCall
 from ds_memo.profile.live import AllocatedBytes, LiveBytes, bytes_made
 from ds_memo.profile.stopwatch import now, repeats, seconds_between
 from ds_memo.profile.tile_sample import PARTS, PartSample, TileSample

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ds_memo.config import MemoConfig
 from ds_memo.plan import Plan
 from ds_memo.runtime.session import Session
-from ds_memo.show.report import Report
+from ds_memo.show.report_table import Report
 
 
 class MemoHandle:

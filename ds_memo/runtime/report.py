@@ -6,7 +6,7 @@ from ds_memo.placement import PlacementKind
 from ds_memo.remat.call import Work
 from ds_memo.runtime.parts import Parts
 from ds_memo.runtime.throughput import Speed, model_flops_utilization
-from ds_memo.show.report import Report
+from ds_memo.show.report_table import Report
 
 
 def report(parts: Parts, speed: Speed) -> Report:

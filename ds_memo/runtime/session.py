@@ -21,7 +21,7 @@ from ds_memo.runtime.parts import EngineTies, Parts
 from ds_memo.runtime.passes import Passes
 from ds_memo.runtime.report import events, report
 from ds_memo.runtime.steps import Steps
-from ds_memo.show.report import Report
+from ds_memo.show.report_table import Report
 
 
 class Session(Parts):

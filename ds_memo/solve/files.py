@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from ds_memo.solve.costs import NvmeCosts
 from ds_memo.solve.legs import Leg
+from ds_memo.solve.run_costs import NvmeCosts
 
 _ROUNDING = 1e-3
 """Bytes; sums of equal blocks are off by less."""

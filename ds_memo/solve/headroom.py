@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ds_memo.solve.costs import RunCosts
 from ds_memo.solve.refusals import NothingFits
+from ds_memo.solve.run_costs import RunCosts
 from ds_memo.solve.solver import Solution, solve
 
 HEADROOM = 0.08

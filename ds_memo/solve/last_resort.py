@@ -15,9 +15,9 @@ from functools import lru_cache
 import numpy as np
 
 from ds_memo.placement import PlacementKind, spread
-from ds_memo.solve.costs import LayerCosts, RunCosts
-from ds_memo.solve.kinds import place
 from ds_memo.solve.memory import device_bytes, most_that_fit, swapped_bytes
+from ds_memo.solve.placement_kinds import place
+from ds_memo.solve.run_costs import LayerCosts, RunCosts
 
 
 def last_resort(run: RunCosts, resident_layers: int | None) -> np.ndarray | None:

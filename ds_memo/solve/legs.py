@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ds_memo.placement import PlacementKind
-from ds_memo.solve.costs import LayerCosts, RunCosts, TileCosts
+from ds_memo.solve.run_costs import LayerCosts, RunCosts, TileCosts
 
 
 @dataclass(slots=True)

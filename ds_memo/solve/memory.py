@@ -14,8 +14,8 @@ import numpy as np
 
 from ds_memo.placement import Placement, PlacementKind
 from ds_memo.solve.alpha import ALPHA_STEPS
-from ds_memo.solve.costs import LayerCosts, RunCosts, TileCosts
-from ds_memo.solve.kinds import ON_DEVICE, RECOMPUTES_ATTENTION, Kinds, swapped
+from ds_memo.solve.placement_kinds import ON_DEVICE, RECOMPUTES_ATTENTION, Kinds, swapped
+from ds_memo.solve.run_costs import LayerCosts, RunCosts, TileCosts
 
 PARTS = ("frames", "reload_buffers", "layer", "head", "non_layer")
 """Parts of the device bytes: frames that stay on the device; frames on their way out or back; the running layer without its

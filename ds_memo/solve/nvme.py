@@ -12,10 +12,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from ds_memo.solve.alpha import best_alpha
-from ds_memo.solve.costs import RunCosts
-from ds_memo.solve.kinds import Kinds
 from ds_memo.solve.memory import device_bytes, swapped_bytes
+from ds_memo.solve.placement_kinds import Kinds
 from ds_memo.solve.refusals import of_budget
+from ds_memo.solve.run_costs import RunCosts
 from ds_memo.solve.schedule import Schedule, Step
 from ds_memo.solve.solution import Solution, judged
 from ds_memo.units import GIB

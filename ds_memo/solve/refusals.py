@@ -7,10 +7,10 @@ import math
 import numpy as np
 
 from ds_memo.errors import MemoError
-from ds_memo.solve.costs import RunCosts
-from ds_memo.solve.kinds import WITHOUT_GEMMS, Kinds, count, place, swapped
 from ds_memo.solve.last_resort import fewest_without_gemms, inputs_alone
 from ds_memo.solve.memory import device_bytes, host_cap, swapped_bytes
+from ds_memo.solve.placement_kinds import WITHOUT_GEMMS, Kinds, count, place, swapped
+from ds_memo.solve.run_costs import RunCosts
 from ds_memo.units import GIB
 
 _SHORTER = "a smaller batch or shorter sequences"

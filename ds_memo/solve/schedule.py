@@ -17,10 +17,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ds_memo.placement import Placement, PlacementKind
-from ds_memo.solve.costs import RunCosts
 from ds_memo.solve.files import Files
-from ds_memo.solve.kinds import Kinds
 from ds_memo.solve.legs import Leg
+from ds_memo.solve.placement_kinds import Kinds
+from ds_memo.solve.run_costs import RunCosts
 
 
 @dataclass(frozen=True)

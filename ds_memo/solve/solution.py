@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ds_memo.placement import Placement, PlacementKind
-from ds_memo.solve.costs import RunCosts
-from ds_memo.solve.kinds import Kinds, swapped
 from ds_memo.solve.memory import device_bytes_by_part, swapped_bytes
+from ds_memo.solve.placement_kinds import Kinds, swapped
+from ds_memo.solve.run_costs import RunCosts
 from ds_memo.solve.schedule import Schedule
 
 

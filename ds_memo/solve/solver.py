@@ -11,11 +11,10 @@ from dataclasses import replace
 from functools import cache, partial
 
 from ds_memo.solve.alpha import best_alpha
-from ds_memo.solve.costs import LayerCosts, RunCosts
-from ds_memo.solve.kinds import RECOMPUTES_ATTENTION, WITHOUT_GEMMS, Kinds, count, place, swapped
 from ds_memo.solve.last_resort import last_resort
 from ds_memo.solve.memory import device_bytes, host_cap, most_that_fit, swapped_bytes
 from ds_memo.solve.nvme import configured, larger_host, refused, with_files
+from ds_memo.solve.placement_kinds import RECOMPUTES_ATTENTION, WITHOUT_GEMMS, Kinds, count, place, swapped
 from ds_memo.solve.refusals import (
     NothingFits,
     files_too_small,
@@ -26,6 +25,7 @@ from ds_memo.solve.refusals import (
     too_little_device_memory,
     too_little_host_memory,
 )
+from ds_memo.solve.run_costs import LayerCosts, RunCosts
 from ds_memo.solve.schedule import Schedule
 from ds_memo.solve.solution import Solution, judged
 

@@ -12,8 +12,8 @@ import torch
 import ds_memo
 from ds_memo.placement import Placement, PlacementKind
 from ds_memo.solve import headroom
-from ds_memo.solve.costs import RunCosts
 from ds_memo.solve.memory import device_bytes
+from ds_memo.solve.run_costs import RunCosts
 from ds_memo.solve.solver import solve
 from tests.everyday import everyday
 from tests.models import LAYERS, Batch, assert_same, build, poisoned_memory, step

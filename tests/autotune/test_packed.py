@@ -10,7 +10,7 @@ import torch
 
 import ds_memo
 from ds_memo.profile import run
-from ds_memo.profile.call import LayerCall
+from ds_memo.profile.layer_call import LayerCall
 from ds_memo.profile.live import LiveBytes
 from tests.deepspeed.test_packed_documents import mean_loss, use_flash
 from tests.everyday import everyday

@@ -10,8 +10,8 @@ import torch
 
 import ds_memo
 from ds_memo.placement import Tiles
-from ds_memo.solve.kinds import place
 from ds_memo.solve.memory import device_bytes
+from ds_memo.solve.placement_kinds import place
 from ds_memo.units import GIB
 from tests.models import FP32, Batch, step
 from tests.tiles.rig import assert_within, small

@@ -17,8 +17,8 @@ from ds_memo.distributed import agree
 from ds_memo.placement import PlacementKind, spread
 from ds_memo.profile.layer import measure
 from ds_memo.solve import headroom
-from ds_memo.solve.kinds import place
 from ds_memo.solve.memory import device_bytes
+from ds_memo.solve.placement_kinds import place
 from ds_memo.solve.refusals import NothingFits
 from ds_memo.solve.solver import solve
 from ds_memo.swap import pinned_segments

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
-from ds_memo.compiled_layers.call import CompiledCall
+from ds_memo.compiled_layers.compiled_call import CompiledCall
 from tests.compiled_layers.rig import TOLERANCE, compare, compiled, run, worst
 from tests.everyday import everyday
 from tests.models import LAYERS, Batch, Toy, build

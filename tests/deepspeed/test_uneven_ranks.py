@@ -24,7 +24,7 @@ from ds_memo.deepspeed import initialize as integration
 from ds_memo.distributed import agree
 from ds_memo.profile import run
 from ds_memo.solve import headroom
-from ds_memo.solve.kinds import place
+from ds_memo.solve.placement_kinds import place
 from ds_memo.solve.refusals import NothingFits
 from ds_memo.solve.solver import Solution, judged
 from ds_memo.swap import pinned_segments

@@ -15,8 +15,8 @@ from torch import nn
 import ds_memo
 from ds_memo.distributed.topology import gathers_by_module
 from ds_memo.placement import Tiles
-from ds_memo.solve.kinds import place
 from ds_memo.solve.memory import device_bytes
+from ds_memo.solve.placement_kinds import place
 from ds_memo.units import GIB
 from tests.deepspeed import test_uneven_ranks as uneven
 from tests.distributed_harness.common import ON_CPU, DistributedTest

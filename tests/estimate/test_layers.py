@@ -17,8 +17,8 @@ from ds_memo.estimate.layout import Layout
 from ds_memo.estimate.model import Model, from_config, load
 from ds_memo.estimate.question import Question
 from ds_memo.placement import Placement, PlacementKind, Tiles
-from ds_memo.profile.call import layer_calls
 from ds_memo.profile.layer import measure
+from ds_memo.profile.layer_call import layer_calls
 from ds_memo.profile.layer_sample import DEVICE_BYTES, LayerSample
 from ds_memo.profile.tile_sample import PARTS
 from ds_memo.runtime.attach import attach_model

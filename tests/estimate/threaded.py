@@ -16,7 +16,7 @@ import torch
 
 from ds_memo.estimate.simulate import Simulated, simulate
 from ds_memo.placement import ON_DEVICE, Placement, PlacementKind
-from ds_memo.solve.costs import LayerCosts, Output, RunCosts
+from ds_memo.solve.run_costs import LayerCosts, Output, RunCosts
 from ds_memo.swap.engine import SwapEngine
 from ds_memo.swap.frame import Layout
 from ds_memo.swap.host_pool import HostPool

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ds_memo.profile.layer_sample import LayerSample
 from ds_memo.profile.sample import LayerProfile, Profile
-from ds_memo.solve.costs import Output
+from ds_memo.solve.run_costs import Output
 
 HIDDEN = 2 * 64
 """Bytes of one token's hidden states."""

@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 import ds_memo
 from ds_memo.profile import layer as layers
-from ds_memo.profile.call import LayerCall, hidden_from_training
 from ds_memo.profile.layer import measure
+from ds_memo.profile.layer_call import LayerCall, hidden_from_training
 from ds_memo.profile.live import LiveBytes
 from ds_memo.profile.stopwatch import REPEATS, Stopwatch
 from ds_memo.remat.checkpoint import Layer

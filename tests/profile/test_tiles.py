@@ -14,14 +14,14 @@ from torch import nn
 from ds_memo.hf.attention import catch_attention
 from ds_memo.placement import Tiles
 from ds_memo.profile import tiles
-from ds_memo.profile.call import LayerCall
 from ds_memo.profile.json_file import ProfileError, from_json, to_json
+from ds_memo.profile.layer_call import LayerCall
 from ds_memo.profile.merge_ranks import most_careful
 from ds_memo.profile.sample import LayerProfile
 from ds_memo.profile.tile_sample import PARTS, TileSample, in_tiles
 from ds_memo.profile.tiles import measure_in_tiles
 from ds_memo.remat.checkpoint import CannotTile, Layer
-from ds_memo.solve.costs import LayerCosts
+from ds_memo.solve.run_costs import LayerCosts
 from tests.placements import swapped_at
 from tests.profile.samples import make_profile, make_sample
 from tests.tiles.rig import small

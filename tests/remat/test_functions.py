@@ -15,7 +15,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import _disable_current_modes
 
 import ds_memo
-from ds_memo.profile.call import LayerCall
+from ds_memo.profile.layer_call import LayerCall
 from ds_memo.remat import modes
 from ds_memo.remat.checkpoint import Layer
 from tests.inside import inside, recipe_of

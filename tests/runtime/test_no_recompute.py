@@ -11,8 +11,8 @@ import torch
 
 import ds_memo
 from ds_memo.solve import headroom
-from ds_memo.solve.kinds import place
 from ds_memo.solve.memory import device_bytes
+from ds_memo.solve.placement_kinds import place
 from ds_memo.solve.solver import Solution, judged, solve
 from tests.everyday import everyday
 from tests.inside import inside

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from ds_memo.solve.costs import LayerCosts, Output, RunCosts
+from ds_memo.solve.run_costs import LayerCosts, Output, RunCosts
 
 GPT = (("gemm", 3.0), ("attention", 1.0), ("gemm", 1.0), ("gemm", 4.0))
 """Outputs after the input, in units of the hidden size: q k v, attention, projection, fc1."""

@@ -6,9 +6,9 @@ import itertools
 from dataclasses import dataclass
 
 from ds_memo.estimate.simulate import simulate
-from ds_memo.solve.costs import RunCosts
-from ds_memo.solve.kinds import Kinds, swapped
 from ds_memo.solve.memory import device_bytes, host_cap
+from ds_memo.solve.placement_kinds import Kinds, swapped
+from ds_memo.solve.run_costs import RunCosts
 from ds_memo.solve.solver import Solution
 from tests.placements import placed, swapped_at
 from tests.solve.runs import GPT, LLAMA, layer, run

@@ -10,8 +10,8 @@ import pytest
 from ds_memo.errors import MemoError
 from ds_memo.estimate.simulate import Simulated, simulate
 from ds_memo.placement import Placement, PlacementKind, Tiles
-from ds_memo.solve.costs import NvmeCosts, RunCosts
-from ds_memo.solve.kinds import Kinds
+from ds_memo.solve.placement_kinds import Kinds
+from ds_memo.solve.run_costs import NvmeCosts, RunCosts
 from ds_memo.solve.schedule import Schedule, Step
 from tests.placements import placed
 from tests.solve.runs import random_run

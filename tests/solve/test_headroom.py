@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from ds_memo.solve.costs import RunCosts
 from ds_memo.solve.headroom import Candidate, shortest
 from ds_memo.solve.refusals import NothingFits
+from ds_memo.solve.run_costs import RunCosts
 from ds_memo.solve.solver import solve
 from tests.solve.runs import layer, run
 

@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 
 from ds_memo.placement import PlacementKind, spread
-from ds_memo.solve.costs import RunCosts
 from ds_memo.solve.memory import device_bytes, swapped_bytes
 from ds_memo.solve.refusals import NothingFits
+from ds_memo.solve.run_costs import RunCosts
 from ds_memo.solve.schedule import Schedule
 from ds_memo.solve.solver import solve
 from tests.placements import kinds, sets, swapped_at

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from ds_memo.placement import PlacementKind
-from ds_memo.solve.kinds import place
 from ds_memo.solve.memory import PARTS, bytes_of_layers, device_bytes, device_bytes_by_part
+from ds_memo.solve.placement_kinds import place
 from ds_memo.solve.solver import solve
 from tests.placements import swapped_at
 from tests.solve.runs import random_run, run

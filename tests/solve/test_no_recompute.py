@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from ds_memo.placement import PlacementKind
-from ds_memo.solve.costs import Working
-from ds_memo.solve.kinds import place
 from ds_memo.solve.memory import device_bytes
+from ds_memo.solve.placement_kinds import place
+from ds_memo.solve.run_costs import Working
 from ds_memo.solve.solver import solve
 from tests.placements import sets, swapped_at
 from tests.solve.runs import layer, run

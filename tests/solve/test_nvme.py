@@ -9,8 +9,8 @@ import pytest
 
 from ds_memo.estimate.simulate import simulate
 from ds_memo.placement import Tiles
-from ds_memo.solve.costs import NvmeCosts, RunCosts
 from ds_memo.solve.refusals import NothingFits
+from ds_memo.solve.run_costs import NvmeCosts, RunCosts
 from ds_memo.solve.solver import Solution, solve
 from tests.placements import sets
 from tests.solve.runs import layer, random_run, run

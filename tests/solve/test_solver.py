@@ -14,10 +14,10 @@ from benchmarks.paper_alpha import paper_alpha
 from ds_memo.errors import MemoError
 from ds_memo.placement import spread
 from ds_memo.solve.alpha import ALPHA_STEPS, best_alpha
-from ds_memo.solve.costs import ALIGN, PAGE, RunCosts
-from ds_memo.solve.kinds import place
 from ds_memo.solve.memory import bytes_of_layers, device_bytes
+from ds_memo.solve.placement_kinds import place
 from ds_memo.solve.refusals import GIB, NothingFits
+from ds_memo.solve.run_costs import ALIGN, PAGE, RunCosts
 from ds_memo.solve.schedule import Schedule
 from ds_memo.solve.solver import solve
 from tests.placements import kinds, sets, swapped_at

@@ -11,8 +11,8 @@ import pytest
 
 from ds_memo.estimate.simulate import simulate
 from ds_memo.placement import PlacementKind
-from ds_memo.solve.costs import RunCosts
 from ds_memo.solve.refusals import NothingFits
+from ds_memo.solve.run_costs import RunCosts
 from ds_memo.solve.schedule import Schedule
 from ds_memo.solve.solver import solve
 from tests.placements import placed, sets

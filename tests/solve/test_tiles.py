@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 
 from ds_memo.placement import Placement, PlacementKind, Tiles
-from ds_memo.solve.costs import LayerCosts, TileCosts, Working
 from ds_memo.solve.headroom import Candidate, shortest
-from ds_memo.solve.kinds import place
 from ds_memo.solve.legs import Leg
 from ds_memo.solve.memory import device_bytes
+from ds_memo.solve.placement_kinds import place
 from ds_memo.solve.refusals import NothingFits
+from ds_memo.solve.run_costs import LayerCosts, TileCosts, Working
 from ds_memo.solve.schedule import Schedule
 from ds_memo.solve.solver import solve
 from tests.placements import swapped_at

@@ -9,7 +9,7 @@ import pytest
 
 import ds_memo
 from ds_memo.cli.main import main
-from ds_memo.show.report import ReportError, as_text, read_report
+from ds_memo.show.report_table import ReportError, as_text, read_report
 from tests.command import complaint
 from tests.models import LAYERS, Batch, build, step
 from tests.processes import python

@@ -241,7 +241,7 @@ def layer_calls(
 
     Args:
         args, kwargs: arguments of the model's forward.
-        kinds: the kind of each layer, see ds_memo.profile.kinds.
+        kinds: the kind of each layer, see ds_memo.profile.layer_kinds.
         enough: given the calls so far, returns True if the forward may end.
         as_called: returns a layer's forward and arguments as the model, if it is compiled, calls it.
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import ds_memo
-from ds_memo.profile.kinds import kinds_of, settings_digest
+from ds_memo.profile.layer_kinds import kinds_of, settings_digest
 from ds_memo.remat.checkpoint import Layer
 from tests.models import Block, build
 
