@@ -54,7 +54,7 @@ def _others() -> list[str]:
         "",
         "| setting | exact with | refused | untested |",
         "|---|---|---|---|",
-        "| fp16 | ZeRO-3, in `tests/deepspeed` | | other stages |",
+        "| fp16 | ZeRO-2 under Trainer: `tests/deepspeed/test_scripts.py` | | other stages |",
         "| GEMMs in fp8 | `torch._scaled_mm`, torchao's float8 linears: `tests/remat/test_fp8.py` | | MXFP8, NVFP4 |",
         f"| `torch.compile` | {', '.join(COMPILED)}: `tests/compiled_layers` | DeepCompile, `tile_tokens` | other models |",
         f"| `nvme` | {', '.join(files)}: `tests/nvme` | network file systems without O_DIRECT | other models |",
