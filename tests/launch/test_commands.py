@@ -77,8 +77,10 @@ def test_the_pages_have_commands() -> None:
 def clone(where: Path) -> None:
     """Copy the files of the repository that git tracks, or would."""
     listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
     )
+    if listed.returncode:
+        pytest.skip("not a git checkout")
     for name in filter(lambda name: (ROOT / name).exists(), listed.stdout.splitlines()):
         (where / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, where / name, follow_symlinks=False)
