@@ -93,10 +93,3 @@ def head_groups(groups: int, key_heads: int, heads: int, ranks: int) -> Iterator
         raise ValueError(f"they do not divide the {own} heads of a rank, of which {shared} share a key-value head")
     for number in range(groups):
         yield HeadGroup(number, groups, of_rank, ranks)
-
-
-def most_head_groups(key_heads: int, heads: int, ranks: int, limit: int) -> int:
-    """Return the most groups up to `limit`, a power of two. Arguments as of :func:`head_groups`."""
-    of_rank = max(1, key_heads // ranks)
-    groups = math.gcd(limit, of_rank)
-    return groups if ranks == 1 else groups * math.gcd(limit // groups, heads // ranks // of_rank)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -63,6 +63,7 @@ class Layers:
             fuse_modules(model)
         self.found = [Layer(index, name, module) for index, (name, module) in enumerate(find_layers(model))]
         self._kinds = kinds_of(self.found)
+        self._forwards: dict[tuple[int, int], Clock] = {}
         self._samples: dict[Any, LayerSample] = {}
         self._tile_samples: dict[Any, tuple[TileSample, ...]] = {}
 
@@ -148,14 +149,15 @@ class Layers:
         finally:
             ATTENTION.sp = 1  # of all models
 
-    @lru_cache(maxsize=512)  # noqa: B019
     def _forward(self, kind: int, length: int) -> Clock:
         """Run a layer's forward alone, and count."""
-        fn, args, _ = self._calls[kind].at(length)
-        clock = Clock(_ANY, length)
-        with torch.no_grad(), self._running(1, clock):
-            fn(*args)
-        return clock
+        if (kind, length) not in self._forwards:
+            fn, args, _ = self._calls[kind].at(length)
+            clock = Clock(_ANY, length)
+            with torch.no_grad(), self._running(1, clock):
+                fn(*args)
+            self._forwards[kind, length] = clock
+        return self._forwards[kind, length]
 
     def _loops(self, kind: int) -> bool:
         """Return True if a layer loops over its tokens."""
