@@ -48,6 +48,9 @@ def run_emulated(module: str, arguments: list[str], device_gib: float, lock_gib:
 
     Args:
         lock_gib: host memory that can be locked; None: any.
+
+    Raises:
+        subprocess.TimeoutExpired: it runs for more seconds than the environment's EMULATED_LIMIT_S.
     """
     python, headers = os.environ.get("DS_MEMO_CUDA_TORCH"), cuda_headers()
     if python is None or headers is None:
@@ -61,7 +64,9 @@ def run_emulated(module: str, arguments: list[str], device_gib: float, lock_gib:
             given["EMULATED_LOCK_GIB"] = str(lock_gib)
         given["XDG_CACHE_HOME"] = folder  # never the user's: no profile made here is of a GPU
         given["PYTHONPATH"] = f"{REPO}:{os.environ.get('PYTHONPATH', '')}"
-        return subprocess.run([python, "-m", module, *arguments], env=os.environ | given, cwd=REPO, check=False).returncode
+        limit_s = float(os.environ.get("EMULATED_LIMIT_S", 0)) or None
+        command = [python, "-m", module, *arguments]
+        return subprocess.run(command, env=os.environ | given, cwd=REPO, check=False, timeout=limit_s).returncode
 
 
 def without_values(host_gib: float = HOST_GIB) -> None:
@@ -78,12 +83,13 @@ def without_values(host_gib: float = HOST_GIB) -> None:
     from ds_memo.memory import device as device_memory
     from ds_memo.memory import host as host_memory
     from ds_memo.profile import run as profile_run
-    from ds_memo.remat import recipe
+    from ds_memo.remat import recipe, same_again
     from ds_memo.swap import pinned_segments
     from ds_memo.tiles import probe
 
     torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN wants a driver
     recipe.Observed.note_hidden_writes = lambda observed: None
+    same_again._differ = lambda *_: False
     probe._compare = probe._refuse_others = lambda *_: None
     probe.is_by_token = lambda *_: True
     pinned_segments.touch = lambda segment: None
