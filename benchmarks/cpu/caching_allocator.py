@@ -20,12 +20,12 @@ Not simulated: several streams, record_stream, cudaMalloc's own granularity, a f
 from __future__ import annotations
 
 import argparse
+from bisect import bisect_left, insort
 from dataclasses import dataclass
 from itertools import count
 
 from ds_memo.plan import plan_trace, read_trace
 from ds_memo.plan.snapshot import SUFFIXES, read_snapshot
-from ds_memo.plan.sorted_keys import SortedKeys
 from ds_memo.plan.trace import Trace, rounded
 from ds_memo.units import GIB, MIB, round_up
 
@@ -79,7 +79,7 @@ def simulate(trace: Trace, *, expandable: bool = False, iterations: int = 1) -> 
 class _Allocator:
     def __init__(self, expandable: bool):
         self.expandable = expandable
-        self.pools = {True: SortedKeys(), False: SortedKeys()}  # keys of the free blocks
+        self.pools: dict[bool, list[tuple[int, int, int]]] = {True: [], False: []}  # sorted keys of the free blocks
         self.free_blocks: dict[tuple[int, int, int], _Block] = {}
         self.tails: dict[bool, _Block] = {}  # expandable: each pool's last block
         self.segments = count()
@@ -111,23 +111,24 @@ class _Allocator:
 
     def _add(self, block: _Block) -> None:
         block.free = True
-        self.pools[block.small].add(block.key)
+        insort(self.pools[block.small], block.key)
         self.free_blocks[block.key] = block
 
     def _remove(self, block: _Block) -> None:
-        self.pools[block.small].remove(block.key)
+        pool = self.pools[block.small]
+        del pool[bisect_left(pool, block.key)]
         del self.free_blocks[block.key]
         block.free = False
 
     def _best_fit(self, small: bool, size: int) -> _Block | None:
         pool = self.pools[small]
-        key = pool.ceiling((size, -1, -1))
-        if key is None:
+        at = bisect_left(pool, (size, -1, -1))
+        if at == len(pool):
             return None
         # The expandable end counts as endless: any other fitting block goes first.
-        if self.expandable and self.free_blocks[key] is self.tails.get(small):
-            key = pool.neighbours(key)[1] or key
-        block = self.free_blocks[key]
+        if self.expandable and self.free_blocks[pool[at]] is self.tails.get(small) and at + 1 < len(pool):
+            at += 1
+        block = self.free_blocks[pool[at]]
         self._remove(block)
         return block
 

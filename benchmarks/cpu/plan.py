@@ -16,10 +16,10 @@ from pathlib import Path
 
 from benchmarks import plan_scaling
 from benchmarks.caching_allocator import simulate
+from benchmarks.repeat import repeat_layer
 from ds_memo.plan import plan_trace, read_trace, search, solve, verify
 from ds_memo.plan.dsa import Problem, peak
 from ds_memo.plan.milp import MilpFailed, solve_milp
-from ds_memo.plan.repeat import repeat_layer
 from ds_memo.plan.rescale import rescale
 from ds_memo.plan.trace import Trace
 from ds_memo.units import GIB

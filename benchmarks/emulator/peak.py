@@ -62,7 +62,9 @@ def main() -> int:
     parser.add_argument("--device-gib", type=float, default=16.0)
     parser.add_argument("--host-gib", type=float, default=64.0)
     parser.add_argument("--memo", type=json.loads, help='instead of a rival: a "memo" section; addresses are not planned')
-    parser.add_argument("--snapshot", metavar="FILE.pickle", help="write the step's history of allocations, for `ds-memo show`")
+    parser.add_argument(
+        "--snapshot", metavar="FILE.pickle", help="write the step's history of allocations, for layer_backward.py"
+    )
     parser.add_argument("--emulated", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if not options.emulated:

@@ -15,10 +15,8 @@ from ds_memo.files import write_output
 from ds_memo.plan.bilevel import Plan, plan_trace
 from ds_memo.plan.errors import PlanError
 from ds_memo.plan.formats import plan_to_json, read_trace
-from ds_memo.plan.repeat import repeat_layer
 from ds_memo.plan.snapshot import SUFFIXES, read_snapshot
 from ds_memo.plan.solver import SOLVERS
-from ds_memo.plan.trace import Trace
 
 NAME = 40  # characters of a phase's name in the table
 MOST_SECONDS = 1e6
@@ -27,17 +25,14 @@ MOST_SECONDS = 1e6
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "input", nargs="+", metavar="INPUT",
-        help="a text trace (any suffix) or a memory snapshot (.pickle); several traces are iterations of one run, "
-        "and what differs between them is left to the general allocator",
-    )  # fmt: skip
+        "input", metavar="INPUT", help="a text trace (any suffix) or a memory snapshot (.pickle) of one training step"
+    )
     parser.add_argument("-o", "--output", metavar="FILE", help="write the plan here (JSON)")
     parser.add_argument("--solver", choices=SOLVERS, default="cbc", help="how far to go (default: %(default)s)")
     parser.add_argument(
         "--time-limit", type=_seconds, default=60.0, metavar="S", help="seconds for everything (default: %(default)g)"
     )
     parser.add_argument("--capacity", type=_bytes, metavar="N", help="exit with 1 where no plan of N bytes is found")
-    parser.add_argument("--layers", type=_layers, metavar="N", help="repeat the trace's layer 1 to make N layers")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
 
 
@@ -45,22 +40,16 @@ def _seconds(text: str) -> float:
     return number(text, 1e-9, MOST_SECONDS, f"seconds above 0, at most {MOST_SECONDS:,.0f}")
 
 
-def _layers(text: str) -> int:
-    return integer(text, 1, 4096, "a whole number from 1 to 4096")
-
-
 def _bytes(text: str) -> int:
     return integer(text, 0, 2**63 - 1, "bytes, 0 to 2^63 - 1")
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.output and os.path.realpath(args.output) in map(os.path.realpath, args.input):
-        raise PlanError(f"-o {quoted(args.output, 400)} is an input, too")
-    traces = [_read(path) for path in args.input]
-    if args.layers is not None:
-        traces = [repeat_layer(t, args.layers) for t in traces]
+    if args.output and os.path.realpath(args.output) == os.path.realpath(args.input):
+        raise PlanError(f"-o {quoted(args.output, 400)} is the input, too")
+    trace = read_snapshot(args.input) if args.input.endswith(SUFFIXES) else read_trace(args.input)
     with _bar(args) as bar:
-        plan = plan_trace(traces, solver=args.solver, seconds=args.time_limit, progress=bar)
+        plan = plan_trace(trace, solver=args.solver, seconds=args.time_limit, progress=bar)
     if args.capacity is not None and plan.lower_bound > args.capacity:
         why = "that much is alive at once, so no plan can fit"
         return _does_not_fit(f"capacity {args.capacity} is below the lower bound {plan.lower_bound}: {why}")
@@ -72,25 +61,18 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _read(path: str) -> Trace:
-    return read_snapshot(path) if path.endswith(SUFFIXES) else read_trace(path)
-
-
 def _summary(plan: Plan) -> dict:
     return {
         "peak": plan.peak, "lower_bound": plan.lower_bound, "proven": plan.proven, "seconds": round(plan.seconds, 4),
         "kind": plan.kind, "method": plan.method, "bilevel_peak": plan.bilevel_peak, "flat_peak": plan.flat_peak,
-        "unpacked": plan.unpacked, "slots": len(plan.slots), "left": [list(x) for x in plan.left], "notes": plan.notes,
+        "unpacked": plan.unpacked, "slots": len(plan.slots), "notes": plan.notes,
         "phases": [asdict(p) for p in plan.phases],
     }  # fmt: skip
 
 
 def _table(plan: Plan) -> str:
     head = ("phase", "tensors", "peak", "lower bound", "peak/bound", "proven", "seconds", "method")
-    rows = [
-        _row(p.name[:NAME], p.tensors, p.peak, p.lower_bound, p.proven, p.seconds, "varies: left out" if p.varying else p.method)
-        for p in plan.phases
-    ]
+    rows = [_row(p.name[:NAME], p.tensors, p.peak, p.lower_bound, p.proven, p.seconds, p.method) for p in plan.phases]
     rows.append(_row("all", len(plan.slots), plan.peak, plan.lower_bound, plan.proven, plan.seconds, plan.kind))
     wide = [max(len(row[c]) for row in (head, *rows)) for c in range(len(head))]
     lines = []
@@ -101,12 +83,6 @@ def _table(plan: Plan) -> str:
     lines.append(f"by {plan.method}; phases are their transient tensors alone, 'all' has every tensor; bytes")
     if plan.unpacked:
         lines.append(f"planned tensor by tensor at level 2: {', '.join(name[:NAME] for name in plan.unpacked)}")
-    if plan.left:
-        reasons: dict[str, list[int]] = {}
-        for _, size, why in plan.left:
-            reasons.setdefault(why, []).append(size)
-        for why, sizes in reasons.items():
-            lines.append(f"left to the general allocator: {len(sizes)} tensors, {sum(sizes):,} bytes: {why}")
     return "\n".join(lines + [f"note: {quoted(n, 400)}" for n in plan.notes])
 
 

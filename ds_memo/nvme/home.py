@@ -28,7 +28,7 @@ from ds_memo.swap.frame import Frame
 from ds_memo.swap.home import Home
 from ds_memo.swap.stream_protocol import COMPUTE, D2H, H2D, Streams
 
-if TYPE_CHECKING:  # not imported: the estimator runs the schedule without torch
+if TYPE_CHECKING:  # not imported: `ds-memo estimate` reads its arguments before it loads torch
     from ds_memo.swap.host_slab import HostSlab
 
 _NEXT = {

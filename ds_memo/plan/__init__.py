@@ -9,11 +9,9 @@ solver.
 |---|---|
 | phases.py | names of phases |
 | trace.py | requests, phases, tensors |
-| repeat.py | a trace of more layers than were profiled |
 | repetition.py | traces that repeat requests, tile by tile: one copy is planned |
 | formats.py, snapshot.py | text traces, plan JSON; PyTorch memory snapshots |
 | dsa.py | buffers, lifespans, lower bound, sections |
-| sorted_keys.py | a sorted collection for the sweeps |
 | greedy.py, search.py, milp.py | three ways to place buffers |
 | solver.py | one problem, all three in order, with a deadline |
 | levels.py | the paper's two levels |

@@ -5,16 +5,11 @@ sweep reaches the lower bound, greedy alone solves the levels, for the report.
 
 A long trace that repeats its requests (layers in tiles) is shortened before that (repetition.py), if its plan comes close to the
 lower bound.
-
-Phases whose requests differ between iterations (MoE with uneven experts) cannot be planned. Their tensors go to the
-general allocator, and the plan lists them.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import NamedTuple
@@ -28,7 +23,7 @@ from ds_memo.plan.levels import Levels, PhaseReport, share
 from ds_memo.plan.repetition import shorten
 from ds_memo.plan.search import too_large
 from ds_memo.plan.solver import Progress, Solution, Warn, solve
-from ds_memo.plan.trace import UNIT, Tensor, Trace, rounded, varying_phases
+from ds_memo.plan.trace import UNIT, Trace, rounded
 
 _MANY = 10_000
 """Requests. A trace of more is looked through for requests that it repeats."""
@@ -62,7 +57,7 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """An address for every planned tensor of an iteration. Bytes, seconds."""
+    """An address for every tensor of an iteration that has bytes. Bytes, seconds."""
 
     slots: tuple[Slot, ...]
     phases: tuple[PhaseReport, ...]
@@ -76,12 +71,11 @@ class Plan:
     bilevel_peak: int
     flat_peak: int | None  # None if the bi-level plan was proven and no flat one was needed
     seconds: float
-    left: tuple[tuple[str, int, str], ...] = field(default=())  # (id, bytes, why) of tensors left to the general allocator
     notes: tuple[str, ...] = field(default=())
 
 
 def plan_trace(
-    trace: Trace | Sequence[Trace],
+    trace: Trace,
     *,
     solver: str = "cbc",
     seconds: float = 60.0,
@@ -91,7 +85,6 @@ def plan_trace(
     """Plan one iteration.
 
     Args:
-        trace: One iteration, or several of the same run; phases that differ between them are left out.
         solver: One of solver.SOLVERS.
         seconds: Time limit, kept to a tenth and 0.2 s. A plan takes at least some 15 µs a request; if that is more than the
             limit, a note says so.
@@ -99,16 +92,12 @@ def plan_trace(
         warn: Called with one line when a stage fails; the plan's notes say it too.
 
     Raises:
-        TracesDiffer: Several traces that are not iterations of one run.
         TooLarge: All sizes together reach 2^62 bytes.
     """
     began = time.monotonic()
-    iterations = [trace] if isinstance(trace, Trace) else list(trace)
-    plan = None
-    if len(iterations) == 1 and len(iterations[0].requests) > _MANY:
-        plan = _repeated(iterations[0], solver, seconds / 2, progress, warn)
+    plan = _repeated(trace, solver, seconds / 2, progress, warn) if len(trace.requests) > _MANY else None
     if plan is None or plan.peak > (1 + _WASTE) * plan.lower_bound:
-        one_by_one = _plan(iterations, solver, max(0.0, began + seconds - time.monotonic()), progress, warn)
+        one_by_one = _plan(trace, solver, max(0.0, began + seconds - time.monotonic()), progress, warn)
         plan = one_by_one if plan is None or one_by_one.peak <= plan.peak else plan
     notes = plan.notes
     if (took := time.monotonic() - began) > 1.1 * seconds + 0.2:
@@ -122,7 +111,7 @@ def _repeated(trace: Trace, solver: str, seconds: float, progress: Progress | No
     short = shorten(trace, tensors) if sum(tensors.sizes) < MAX_TOTAL else None
     if short is None:
         return None
-    plan = _plan([short.trace], solver, seconds, progress, warn)
+    plan = _plan(short.trace, solver, seconds, progress, warn)
     birth, death, size = (np.array(column, np.int64) for column in (tensors.births, tensors.deaths, tensors.sizes))
     size = -(-size // UNIT) * UNIT
     offsets = short.offsets({slot.id: slot.offset for slot in plan.slots}, size)
@@ -136,20 +125,17 @@ def _repeated(trace: Trace, solver: str, seconds: float, progress: Progress | No
     reports = zip(plan.phases, trace.phases, inside, strict=True)
     return replace(
         plan,
-        slots=tuple(slots) if not plan.left else tuple(slot for slot in slots if slot.offset >= 0),
+        slots=tuple(slot for slot in slots if slot.offset >= 0),
         phases=tuple(replace(report, first=phase.first, end=phase.end, tensors=n) for report, phase, n in reports),
         lower_bound=bound,
         proven=plan.peak == bound,
-        left=tuple((id_, 0, "empty") for id_, offset in zip(tensors.ids, offsets, strict=True) if offset < 0),
         notes=(f"{short.copies} copies of the same requests are planned as one", *plan.notes),
     )
 
 
-def _plan(iterations: Sequence[Trace], solver: str, seconds: float, progress: Progress | None, warn: Warn) -> Plan:
+def _plan(trace: Trace, solver: str, seconds: float, progress: Progress | None, warn: Warn) -> Plan:
     began = time.monotonic()
-    trace = iterations[0]
-    varying = set(varying_phases(iterations))
-    planned, left = _sort_out(iterations, varying)
+    planned = [tensor for tensor in trace.tensors() if tensor.size]
     problem = Problem(tuple(Buffer(t.id, Lifespan(t.birth, t.death), rounded(t.size)) for t in planned))
     warn_once = cache(warn)
 
@@ -188,7 +174,7 @@ def _plan(iterations: Sequence[Trace], solver: str, seconds: float, progress: Pr
     notes = [*trace.notes, *bilevel.notes, *flat.notes]
     return Plan(
         slots=slots,
-        phases=tuple(replace(report, varying=p in varying) for p, report in enumerate(levels.reports())),
+        phases=tuple(levels.reports()),
         peak=best.peak,
         lower_bound=bound,
         proven=best.peak == flat.bound,
@@ -199,30 +185,9 @@ def _plan(iterations: Sequence[Trace], solver: str, seconds: float, progress: Pr
         bilevel_peak=bilevel.peak,
         flat_peak=None if bilevel.peak == bound else flat.peak,
         seconds=time.monotonic() - began,
-        left=tuple(left),
         notes=tuple(dict.fromkeys(notes)),
     )
 
 
 def _least(one: Solution | None, other: Solution) -> Solution:
     return one if one is not None and one.peak <= other.peak else other
-
-
-def _sort_out(iterations: Sequence[Trace], varying: AbstractSet[int]) -> tuple[list[Tensor], list[tuple[str, int, str]]]:
-    """Return the tensors to plan, and those left to the general allocator as Plan.left has them."""
-    trace = iterations[0]
-    deaths = [{(t.birth_phase, t.k): t.death_phase for t in other.tensors()} for other in iterations[1:]]
-    why = {p: f"phase {trace.phases[p].name} varies between iterations" for p in varying}
-    planned, left = [], []
-    for t in trace.tensors():
-        last = max([t.death_phase, *(there.get((t.birth_phase, t.k), 0) for there in deaths)]) if deaths else t.death_phase
-        if t.birth_phase in varying:
-            left.append((t.id, t.size, why[t.birth_phase]))
-        elif t.size == 0:
-            left.append((t.id, 0, "empty"))
-        elif last in varying or last > t.death_phase:
-            # Its death inside a varying phase, or in another iteration, is not known: it lives to the phase's end.
-            planned.append(t._replace(death=trace.phases[last].end, death_phase=last))
-        else:
-            planned.append(t)
-    return planned, left

@@ -35,7 +35,7 @@ class TooLarge(PlanError):
 
 
 class TracesDiffer(PlanError):
-    """Traces of one run (other iterations, other sequence lengths) that do not match."""
+    """Traces of one run, of other sequence lengths, that do not match."""
 
 
 class InvalidPlan(PlanError):

@@ -25,7 +25,7 @@ from ds_memo.plan.errors import MalformedInput, PlanError
 from ds_memo.plan.phases import PHASE_WORDS, LayerPass, Part, PhaseName, parse_phase
 from ds_memo.plan.trace import UNIT, Phase, Request, Trace
 
-SCHEMA = "ds_memo.plan/1"
+SCHEMA = "ds_memo.plan/2"
 MAX_SIZE = 2**63
 MOST_TEXT_BYTES = 1 << 26
 """Bytes of a trace or a plan."""
@@ -139,7 +139,6 @@ def plan_to_json(plan: Plan) -> str:
     lists = {
         "phases": [asdict(p) for p in whole.pop("phases")],
         "slots": [s._asdict() for s in whole.pop("slots")],
-        "left": whole.pop("left"),
     }
     head = json.dumps({"schema": SCHEMA, **whole}, indent=1)[:-2]
     parts = []
@@ -173,7 +172,6 @@ def plan_from_json(text: str, source: str = "plan") -> Plan:
     try:
         data["slots"] = tuple(Slot(**row) for row in data["slots"])
         data["phases"] = tuple(PhaseReport(**row) for row in data["phases"])
-        data["left"] = tuple((i, size, why) for i, size, why in data["left"])
         data["notes"], data["unpacked"] = tuple(data["notes"]), tuple(data["unpacked"])
         plan = Plan(**data)
         _check_fields(plan)

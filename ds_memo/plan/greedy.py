@@ -8,13 +8,13 @@ buffers. So above FIRST_FIT_MOST only the two sweeps run, through time and back,
 from __future__ import annotations
 
 import time
+from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 
 import numpy as np
 
 from ds_memo.plan.dsa import MAX_TOTAL, Buffer, Offset, Profile, columns, lower_bound, peak, sections
-from ds_memo.plan.sorted_keys import SortedKeys
 
 NO_CEILING = 2 * MAX_TOTAL - 1  # the largest address in 64 bits
 FIRST_FIT_MOST = 20_000  # buffers
@@ -116,7 +116,7 @@ def in_time(buffers: Sequence[Buffer], back: bool = False) -> list[Offset]:
     deaths = iter(np.argsort(upper, kind="stable").tolist())
     born, dead, sizes = lower.tolist(), upper.tolist(), size.tolist()
     offsets = [0] * len(buffers)
-    gaps = SortedKeys()  # (size, start) of the gaps below `top`; above it there is always room
+    gaps: list[tuple[int, Offset]] = []  # sorted (size, start) of the gaps below `top`; above it there is always room
     starts: dict[Offset, Offset] = {}  # end of a gap -> its start
     ends: dict[Offset, Offset] = {}  # start of a gap -> its end
     top = 0
@@ -126,29 +126,27 @@ def in_time(buffers: Sequence[Buffer], back: bool = False) -> list[Offset]:
             start = offsets[dying]
             end = start + sizes[dying]
             if (below := starts.pop(start, None)) is not None:
-                gaps.remove((start - below, below))
+                del gaps[bisect_left(gaps, (start - below, below))]
                 start = below
             if (above := ends.pop(end, None)) is not None:
-                gaps.remove((above - end, end))
+                del gaps[bisect_left(gaps, (above - end, end))]
                 end = above
             if end == top:
                 top = start
                 ends.pop(start, None)
             else:
-                gaps.add((end - start, start))
+                insort(gaps, (end - start, start))
                 starts[end], ends[start] = start, end
             dying = next(deaths)
-        gap = gaps.ceiling((sizes[i], 0))
-        if gap is None:
+        if (at := bisect_left(gaps, (sizes[i], 0))) == len(gaps):
             offsets[i] = top
             top += sizes[i]
             continue
-        gaps.remove(gap)
-        room, start = gap
+        room, start = gaps.pop(at)
         end = ends.pop(start)
         del starts[end]
         offsets[i] = start
         if room > sizes[i]:
-            gaps.add((room - sizes[i], start + sizes[i]))
+            insort(gaps, (room - sizes[i], start + sizes[i]))
             starts[end], ends[start + sizes[i]] = start + sizes[i], end
     return offsets

@@ -38,7 +38,6 @@ class PhaseReport:
     proven: bool
     method: str
     seconds: float  # 0 if it reuses the solution of an earlier phase of this shape
-    varying: bool = False
 
 
 def share(deadline: float, fraction: float) -> float:

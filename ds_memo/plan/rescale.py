@@ -10,10 +10,12 @@ The result is verified. Its lower bound is that of the new sizes; its peak can b
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from itertools import pairwise
 from math import ceil, inf
 from typing import NamedTuple
 
@@ -21,7 +23,6 @@ from ds_memo.plan import verify
 from ds_memo.plan.bilevel import PhaseReport, Plan
 from ds_memo.plan.dsa import Buffer, lower_bound, peak
 from ds_memo.plan.errors import TracesDiffer
-from ds_memo.plan.sorted_keys import SortedKeys
 from ds_memo.plan.trace import UNIT, Trace, rounded
 
 
@@ -91,22 +92,6 @@ def fit_sizes(short: Trace, s_short: int, long: Trace, s_long: int) -> dict[str,
     return sizes
 
 
-def sizes_at(plan: Plan, fitted: dict[str, Affine], s: int) -> list[int]:
-    """Return the requested bytes of the plan's slots at sequence length s.
-
-    Raises:
-        TracesDiffer: The plan has a slot without a fitted size, or a size is zero or negative.
-    """
-    try:
-        sizes = [fitted[slot.id].at(s) for slot in plan.slots]
-    except KeyError as e:
-        raise TracesDiffer(f"slot {e.args[0]} is not in the fitted traces") from None
-    if (least := min(sizes, default=1)) <= 0:
-        slot = plan.slots[sizes.index(least)]
-        raise TracesDiffer(f"{least} bytes for {slot.id} at {s} tokens, expected a positive size")
-    return sizes
-
-
 def rescale(plan: Plan, sizes: Sequence[int]) -> Plan:
     """Return the plan with other sizes and the same vertical order.
 
@@ -144,19 +129,17 @@ def _neighbours(plan: Plan) -> list[list[int]]:
     events = sorted([(s.birth, 1, i) for i, s in enumerate(plan.slots)] + [(s.death, 0, i) for i, s in enumerate(plan.slots)])
     keys = [(s.offset, i) for i, s in enumerate(plan.slots)]
     above: list[list[int]] = [[] for _ in plan.slots]
-    alive = SortedKeys()
+    alive: list[tuple[int, int]] = []  # keys, sorted
     for _, birth, i in events:
-        lower, upper = alive.neighbours(keys[i])
+        at = bisect_left(alive, keys[i])
         if birth:
-            alive.add(keys[i])
-            if upper:
-                above[i].append(upper[1])
-            if lower:
-                above[lower[1]].append(i)
-        else:
-            alive.remove(keys[i])
-            if lower and upper:
-                above[lower[1]].append(upper[1])
+            alive.insert(at, keys[i])
+        column = [j for _, j in alive[max(0, at - 1) : at + 2]]
+        if not birth:
+            column.remove(i)
+            del alive[at]
+        for lower, upper in pairwise(column):
+            above[lower].append(upper)
     return above
 
 

@@ -10,11 +10,9 @@ the request; a tensor that is never freed lives to the end.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ds_memo.plan.errors import TracesDiffer
 from ds_memo.plan.phases import PhaseName
 from ds_memo.units import round_up
 
@@ -115,35 +113,6 @@ class Trace:
                     death_phases.append(last)
         return Columns(ids, sizes, births, deaths, birth_phases, death_phases, ks)
 
-    def shape(self, phase: int, births: dict[str, tuple[int, int]]) -> tuple:
-        """Return a phase's requests without ids: mallocs by size, frees by (phases back, k of the malloc)."""
-        at = self.phases[phase]
-        out: list[int | tuple[int, int]] = []
-        for request in self.requests[at.first : at.end]:
-            if request.size is not None:
-                out.append(request.size)
-            else:
-                p, k = births[request.id]
-                out.append((phase - p, k))
-        return tuple(out)
-
     def births(self) -> dict[str, tuple[int, int]]:
         """Return (phase, k) of each tensor's malloc, by id."""
         return {x.id: (x.birth_phase, x.k) for x in self.tensors()}
-
-
-def varying_phases(iterations: Sequence[Trace]) -> list[int]:
-    """Return the indices of the phases whose requests differ between iterations (MoE with uneven experts).
-
-    Raises:
-        TracesDiffer: The iterations have different phases.
-    """
-    if len(iterations) == 1:
-        return []
-    names = [str(p.name) for p in iterations[0].phases]
-    for number, other in enumerate(iterations[1:], 2):
-        others = [str(p.name) for p in other.phases]
-        if others != names:
-            raise TracesDiffer(f"iteration {number} has phases {others}, iteration 1 has {names}")
-    born = [it.births() for it in iterations]
-    return [p for p in range(len(names)) if len({it.shape(p, births) for it, births in zip(iterations, born, strict=True)}) > 1]

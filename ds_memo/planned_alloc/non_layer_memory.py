@@ -16,8 +16,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import NamedTuple
 
+from ds_memo.ops.allocator import Request as Event
 from ds_memo.plan.phases import LayerPass, Part, PhaseName
-from ds_memo.planned_alloc.request_log import Event
 
 
 class NonLayerMemory(NamedTuple):

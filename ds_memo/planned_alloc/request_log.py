@@ -12,24 +12,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
+from ds_memo.ops.allocator import Request as Event
 from ds_memo.plan.phases import PhaseName
 from ds_memo.plan.trace import Phase, Trace
 from ds_memo.plan.trace import Request as TraceRequest
-
-
-class Event(Protocol):
-    """One event of the op's log; see ds_memo.ops.allocator.Request."""
-
-    @property
-    def kind(self) -> str: ...
-    @property
-    def phase(self) -> PhaseName | None: ...
-    @property
-    def id(self) -> int: ...
-    @property
-    def size(self) -> int: ...
 
 
 class Visit(NamedTuple):

@@ -36,7 +36,7 @@ from ds_memo.swap.home import Home
 from ds_memo.swap.stream_protocol import COMPUTE, D2H, H2D, Streams
 from ds_memo.units import GIB
 
-if TYPE_CHECKING:  # not imported: the estimator runs the schedule without torch
+if TYPE_CHECKING:  # not imported: `ds-memo estimate` reads its arguments before it loads torch
     import torch
 
     from ds_memo.swap.host_slab import Block, HostSlab

@@ -22,7 +22,7 @@ from ds_memo.errors import MemoError
 from ds_memo.placement import Placement
 from ds_memo.units import ALIGN, round_up
 
-if TYPE_CHECKING:  # not imported: the estimator runs the schedule without torch
+if TYPE_CHECKING:  # not imported: `ds-memo estimate` reads its arguments before it loads torch
     import torch
 
     from ds_memo.swap.host_slab import Block, HostSlab

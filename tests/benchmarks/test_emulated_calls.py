@@ -12,7 +12,7 @@ import pytest
 from benchmarks.emulated_calls import PER_LAYER, SYNCHRONIZING, WAIT_OF_COMPUTE
 from ds_memo.ops.builder import cuda_headers
 from tests.benchmarks import emulated_controls
-from tests.benchmarks.test_emulator import ran
+from tests.benchmarks.test_emulator import no_emulated_process_hangs, ran  # noqa: F401
 from tests.swap.mutants import waits
 
 pytestmark = [

@@ -32,12 +32,6 @@ def test_prints_json(capsys):
     assert {"name", "peak", "lower_bound", "proven", "seconds"} <= set(data["phases"][0])
 
 
-def test_several_traces_and_layers(capsys):
-    code, out, _ = call(capsys, "plan", TRACE, TRACE, "--layers", 8, "--json")
-    data = json.loads(out)
-    assert code == 0 and sum(p["name"].endswith(".b") for p in data["phases"]) == 8 + 2
-
-
 @pytest.mark.parametrize(
     "text, words",
     [("malloc 1 -5\n", "t.txt:1: read -5"), (f"malloc 1 {2**63 - 1}\nmalloc 2 {2**63 - 1}\n", "less than 2^62")],
@@ -66,12 +60,10 @@ def test_nothing_found_is_exit_code_1(capsys, tmp_path):
 @pytest.mark.parametrize(
     "words, message",
     [
-        (("plan", TRACE, "-o", TRACE), "is an input, too"),
+        (("plan", TRACE, "-o", TRACE), "is the input, too"),
         (("plan", "/nonexistent"), "No such file"),
         (("plan", TRACE, "--time-limit", "0"), "above 0"),
         (("plan", TRACE, "--solver", "magic"), "invalid choice"),
-        (("plan", TRACE, "--layers", "2"), "cannot make 2 layers"),
-        (("plan", TRACE, "--layers", "100000000"), "expected a whole number from 1 to 4096"),
         (("plan", TRACE, "-o", "/nonexistent/plan.json"), "cannot write"),
         (("show", TRACE), "a plan as JSON"),
         (("show", "plan.json", "-o", "plan.bmp"), "expected a name that ends in .png or .html"),
@@ -79,7 +71,7 @@ def test_nothing_found_is_exit_code_1(capsys, tmp_path):
         (("plan", TRACE, "--capacity", "much"), "'much', expected bytes"),
         (("plan", TRACE, "--frobnicate"), "unrecognized arguments: --frobnicate"),
         (("plan",), "required: INPUT"),
-        (("show",), "required: FILE"),
+        (("show",), "required: PLAN.json"),
         (("report",), "required: FILE.json"),
     ],
 )

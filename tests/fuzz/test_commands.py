@@ -23,11 +23,10 @@ from tests.processes import ROOT
 pytestmark = pytest.mark.processes
 
 MOST_ERR = 4096
-MODEL, HARDWARE, TRACE = (str(CORPUS / name) for name in ("model.json", "hardware.json", "trace.txt"))
+MODEL, HARDWARE = (str(CORPUS / name) for name in ("model.json", "hardware.json"))
 ESTIMATE = ("estimate", "--gpus", "1", "--seq-length", "4K")
 KINDS = {  # what is damaged: (its strategy, the name it is given, the command)
     "trace": (texts("trace.txt"), "trace.txt", ("plan", "FILE", "--solver", "greedy", "-o", "OUT.json")),
-    "several traces": (texts("trace.txt"), "trace.txt", ("plan", "FILE", TRACE, "--solver", "greedy", "--json")),
     "pickle": (pickles("snapshot.pickle"), "run.pickle", ("plan", "FILE", "--solver", "greedy")),
     "plan": (jsons("plan.json"), "plan.json", ("show", "FILE", "-o", "OUT.html")),
     "report": (jsons("report.json"), "report.json", ("report", "FILE")),
@@ -78,7 +77,7 @@ def in_this_process(words: list[str]) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_not_damaged_is_taken(kind: str, tmp_path: Path) -> None:
-    name = {"pickle": "snapshot.pickle", "several traces": "trace.txt", "trace": "trace.txt"}.get(kind)
+    name = {"pickle": "snapshot.pickle", "trace": "trace.txt"}.get(kind)
     words = words_of(kind, (CORPUS / (name or f"{kind}.json")).read_bytes(), tmp_path)
     with contextlib.redirect_stdout(io.StringIO()):
         assert cli.main(words) == 0

@@ -4,13 +4,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.repeat import repeat_layer
 from ds_memo.plan import bilevel, plan_trace, read_trace, solve, verify
 from ds_memo.plan.bilevel import Plan
 from ds_memo.plan.dsa import Buffer, Lifespan, Problem, lower_bound
 from ds_memo.plan.errors import TooLarge, TracesDiffer
 from ds_memo.plan.formats import make_trace, parse_trace
 from ds_memo.plan.phases import LayerPass, parse_phase
-from ds_memo.plan.repeat import repeat_layer
 from ds_memo.plan.trace import Request, Trace
 from tests.everyday import everyday
 from tests.plan.instances import TRACES, a_second_at_most, dense
@@ -21,10 +21,10 @@ LONG = [p for p in TRACES if "_L4_" in p.name]
 def reverify(plan: Plan, trace: Trace) -> None:
     """Verify from the trace and the slots alone, without the planner's own records."""
     tensors = {t.id: t for t in trace.tensors()}
-    assert {s.id for s in plan.slots} | {i for i, _, _ in plan.left} == set(tensors)
+    assert {s.id for s in plan.slots} == {id_ for id_, t in tensors.items() if t.size}
     for s in plan.slots:
         t = tensors[s.id]
-        assert (s.phase, s.k, s.requested, s.birth) == (t.birth_phase, t.k, t.size, t.birth) and s.death >= t.death
+        assert (s.phase, s.k, s.requested, s.birth) == (t.birth_phase, t.k, t.size, t.birth) and s.death == t.death
         assert s.offset % 512 == 0 and s.size % 512 == 0
     buffers = [s.buffer() for s in plan.slots]
     offsets = [s.offset for s in plan.slots]
@@ -87,30 +87,6 @@ def test_repeating_needs_a_layer_between_two_others():
         repeat_layer(parse_trace("phase L0.f\nmalloc a 1\nphase L0.b\nfree a\n"), 8)
 
 
-def test_repeating_refuses_several_passes():
-    names = [LayerPass(i, backward=False) for i in (0, 1, 2, 0, 1, 2)]
-    trace = make_trace([Request(str(i), 1) for i in range(6)], [(n, i) for i, n in enumerate(names)])
-    with pytest.raises(TracesDiffer, match="gradient accumulation"):
-        repeat_layer(trace, 8)
-
-
-def test_repeating_refuses_a_phase_that_comes_twice():
-    """Its tensors would have the names of the first one's."""
-    layers = "".join(f"phase L{i}.f\nmalloc f{i} 1\n" for i in range(3))
-    with pytest.raises(TracesDiffer, match="comes twice to a phase outside the layers"):
-        repeat_layer(parse_trace(f"{layers}phase head\nmalloc p 9\nfree p\nphase head\nmalloc q 1\nfree q\n"), 3)
-
-
-@pytest.mark.parametrize("first", [0, 1])
-def test_a_tensor_that_dies_later_in_another_iteration(first):
-    """A death in a varying phase, and a death in a later phase."""
-    early = "phase L0.f\nmalloc a 1024\nphase L1.f\nmalloc x 512\nfree x\nfree a\nphase head\nmalloc b 1024\nfree b\nphase L1.b\n"
-    late = "phase L0.f\nmalloc a 1024\nphase L1.f\nmalloc x 1024\nfree x\nphase head\nmalloc b 1024\nfree b\nphase L1.b\nfree a\n"
-    traces = [parse_trace(early), parse_trace(late)]
-    plan = plan_trace([traces[first], traces[1 - first]])
-    assert {slot.id for slot in plan.slots} == {"a", "b"} and plan.peak == 2048
-
-
 def test_sizes_that_overflow_are_refused():
     with pytest.raises(TooLarge, match="less than 2\\^62"):
         plan_trace(parse_trace(f"malloc a {2**62}\n"))
@@ -126,31 +102,9 @@ def test_a_block_is_unpacked_where_it_would_raise_the_peak():
     assert plan.peak == plan.lower_bound == 4608 and plan.proven
 
 
-def moe(sizes: list[int]) -> Trace:
-    lines = ["phase L0.f", "malloc x 4096", "phase L1.f"]
-    lines += [f"malloc e{i} {z}" for i, z in enumerate(sizes)] + [f"free e{i}" for i in range(len(sizes))]
-    return parse_trace("\n".join([*lines, "free x", "phase L2.f", "malloc y 8192", "free y"]) + "\n")
-
-
-def test_phases_that_vary_are_left_out_and_said_so():
-    one, two = moe([512, 1024]), moe([2048, 512, 512])
-    plan = plan_trace([one, two])
-    assert [p.name for p in plan.phases if p.varying] == ["L1.f"]
-    assert {s.id for s in plan.slots} == {"x", "y"}
-    assert [i for i, _, _ in plan.left] == ["e0", "e1"] and "varies between iterations" in plan.left[0][2]
-    x = next(s for s in plan.slots if s.id == "x")
-    assert x.death == one.phases[1].end, "where in the varying phase it dies is not known"
-    assert not any(p.varying for p in plan_trace([one, one]).phases)
-
-
-def test_iterations_must_have_the_same_phases():
-    with pytest.raises(TracesDiffer, match="iteration 2 has phases"):
-        plan_trace([moe([1]), parse_trace("malloc a 1\n")])
-
-
 def test_empty_tensors_are_left_out():
     plan = plan_trace(parse_trace("malloc b 5000\nmalloc c 0\n"))
-    assert [s.id for s in plan.slots] == ["b"] and plan.left == (("c", 0, "empty"),)
+    assert [s.id for s in plan.slots] == ["b"]
 
 
 @st.composite

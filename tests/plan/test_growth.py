@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from ds_memo.cli.plan import _table
 from ds_memo.plan import greedy, plan_trace, search, solve, verify
 from ds_memo.plan.dsa import Buffer, Lifespan, Problem, peak
-from ds_memo.plan.formats import make_trace, parse_trace
+from ds_memo.plan.formats import make_trace
 from ds_memo.plan.phases import LayerPass
-from ds_memo.plan.repeat import repeat_layer
 from ds_memo.plan.trace import Request, Trace, rounded
 from tests.ops.compiling import lacks
 from tests.plan.instances import flat, layered
@@ -94,13 +93,6 @@ def test_every_unpacked_block_costs_the_same():
     least = instructions(lambda: plan_trace(few, solver="greedy"))
     assert instructions(lambda: plan_trace(many, solver="greedy")) < 8 * least
     assert len(plan_trace(many, solver="greedy").unpacked) > 60, "or there is nothing to see"
-
-
-def test_a_free_behind_many_layers_costs_the_same():
-    layers = "".join(f"phase L{i}.f\n" + "".join(f"malloc f{i}.{k} 1\n" for k in range(300 if i == 0 else 1)) for i in range(3))
-    trace = parse_trace(layers + "phase step\n" + "".join(f"free f0.{k}\n" for k in range(300)))
-    longer = repeat_layer(trace, 400)
-    assert instructions(lambda: repeat_layer(trace, 400)) < 300 * len(longer.requests)
 
 
 def test_first_fit_is_for_few_buffers(monkeypatch):

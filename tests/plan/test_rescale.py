@@ -3,9 +3,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_memo.plan import plan_trace, read_trace, verify
-from ds_memo.plan.errors import TracesDiffer
+from ds_memo.plan.errors import InvalidPlan, TracesDiffer
 from ds_memo.plan.formats import parse_trace
-from ds_memo.plan.rescale import fit_sizes, rescale, sizes_at
+from ds_memo.plan.rescale import fit_sizes, rescale
 from ds_memo.plan.trace import Trace
 from tests.plan.instances import TRACES
 from tests.plan.test_bilevel import traces
@@ -43,8 +43,8 @@ def test_traces_that_do_not_line_up(other):
 def test_a_size_that_would_be_negative():
     trace = parse_trace("malloc a 100\n")
     fitted = fit_sizes(trace, 10, parse_trace("malloc a 300\n"), 20)
-    with pytest.raises(TracesDiffer, match="-100 bytes for a at 0 tokens"):
-        sizes_at(plan_trace(trace), fitted, 0)
+    with pytest.raises(InvalidPlan, match="bad_buffer: a has size"):
+        rescale(plan_trace(trace), [fitted["a"].at(0)])
 
 
 def test_the_same_sizes_give_the_same_peak():
@@ -59,7 +59,7 @@ def test_other_lengths_of_a_real_trace_stay_optimal(s):
     trace = read_trace(GPT_NONE)
     fitted = fit_sizes(trace, 16384, resized(trace, lambda z: 2 * z if z > 600 else z), 32768)
     plan = plan_trace(trace)
-    other = rescale(plan, sizes_at(plan, fitted, s))
+    other = rescale(plan, [fitted[slot.id].at(s) for slot in plan.slots])
     check(other)
     assert other.peak == other.lower_bound
 
@@ -87,7 +87,8 @@ def test_phases_that_are_equal_at_one_length_only():
         return parse_trace(f"phase L0.f\nmalloc a {s * 512}\nfree a\nphase L1.f\nmalloc b {4096 * 512}\nfree b\n")
 
     plan = plan_trace(trace(4096))
-    longer = rescale(plan, sizes_at(plan, fit_sizes(trace(4096), 4096, trace(8192), 8192), 16384))
+    fitted = fit_sizes(trace(4096), 4096, trace(8192), 8192)
+    longer = rescale(plan, [fitted[slot.id].at(16384) for slot in plan.slots])
     assert plan.phases[0].shape == plan.phases[1].shape
     assert [(phase.peak, phase.lower_bound, phase.proven) for phase in longer.phases] == [
         (16384 * 512, 16384 * 512, True),

@@ -31,18 +31,13 @@ def repeat_layer(trace: Trace, layers: int) -> Trace:
         TracesDiffer: Layer 1 is not between two others, or the neighbours whose tensors it frees do not match it.
     """
     passes = {p: phase.name for p, phase in enumerate(trace.phases) if isinstance(phase.name, LayerPass)}
-    extra = layers - _check(trace, passes, layers)
+    extra = layers - _check(passes, layers)
     longer = _Longer(trace, passes, [copy for p, phase in enumerate(trace.phases) for copy in _copies(p, phase.name, extra)])
     return Trace(tuple(longer.requests), tuple(longer.phases), trace.notes)
 
 
-def _check(trace: Trace, passes: Mapping[int, LayerPass], layers: int) -> int:
+def _check(passes: Mapping[int, LayerPass], layers: int) -> int:
     """Return the number of layers of the trace."""
-    if len(set(passes.values())) < len(passes):
-        raise TracesDiffer("cannot repeat a layer of a trace with several passes over it (gradient accumulation)")
-    others = [phase.name for p, phase in enumerate(trace.phases) if p not in passes]
-    if len(set(others)) < len(others):
-        raise TracesDiffer("cannot repeat a layer of a trace that comes twice to a phase outside the layers")
     have = 1 + max((layer for layer, _ in passes.values()), default=-1)
     if not (have > 2 and LayerPass(1, backward=False) in passes.values() and layers >= have):
         raise TracesDiffer(f"cannot make {layers} layers by repeating layer 1 of {have}: it must lie between two others")

@@ -1,6 +1,7 @@
 """Draw what stands on the device over one layer's backward, from PyTorch's own history of allocations.
 
     torch.cuda.memory._record_memory_history(); ...one training step...; torch.cuda.memory._dump_snapshot("run.pickle")
+    python -m benchmarks.layer_backward run.pickle [other.pickle …] -o run.png      # one panel for each
 
 Each allocation has the Python stack of its request. The functions of ds_memo in it say what the memory is for; kernels that
 autograd runs have none. Addresses must not be planned (`"plan": {"enabled": false}`): of an arena the allocator sees one block.
@@ -8,6 +9,8 @@ autograd runs have none. Addresses must not be planned (`"plan": {"enabled": fal
 
 from __future__ import annotations
 
+import argparse
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +18,10 @@ from pathlib import Path
 import numpy as np
 
 from ds_memo.errors import MemoError, quoted
+from ds_memo.files import write_output
 from ds_memo.plan.errors import MalformedInput
 from ds_memo.plan.snapshot import read_events
-from ds_memo.show.plan import MissingPackage, saved
+from ds_memo.show.plan import saved
 from ds_memo.units import GIB
 
 _OTHERS = "gradients, kernels' workspace"
@@ -115,11 +119,9 @@ def read_layer_backward(path: str | Path) -> LayerBackward:
 
 
 def as_png(backwards: Sequence[LayerBackward]) -> bytes:
-    """Return a picture with one panel for each snapshot, drawn by matplotlib. Raises MissingPackage."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as e:
-        raise MissingPackage("PNG needs matplotlib: pip install 'ds_memo[plot]'") from e
+    """Return a picture with one panel for each snapshot, drawn by matplotlib."""
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(6 * len(backwards), 5), dpi=110, layout="constrained")
     panels = figure.subplots(1, len(backwards), sharey=True, squeeze=False)[0]
     for axes, backward in zip(panels, backwards, strict=True):
@@ -147,3 +149,16 @@ def _purpose(functions: Sequence[str]) -> str:
     """Return what memory is for, by the stack of its request."""
     found = (purpose for begin, purpose in _PURPOSES.items() if any(function.startswith(begin) for function in functions))
     return next(found, _OTHERS)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser("python -m benchmarks.layer_backward", description=__doc__.splitlines()[0])
+    parser.add_argument("snapshots", metavar="FILE.pickle", nargs="+")
+    parser.add_argument("-o", "--output", metavar="FILE.png", required=True)
+    options = parser.parse_args(words)
+    write_output(options.output, as_png([read_layer_backward(file) for file in options.snapshots]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
