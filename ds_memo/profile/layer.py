@@ -27,7 +27,7 @@ from ds_memo.remat.random_states import KeepsGiven, forked
 from ds_memo.remat.recipe import Gemm, Recipe
 from ds_memo.remat.tensors import tensor_leaves
 from ds_memo.remat.undo import Undoing
-from ds_memo.solve.run_costs import Output, OutputKind
+from ds_memo.solve.run_costs import Output, OutputKind, Working
 from ds_memo.swap.engine import SwapEngine
 from ds_memo.swap.frame import Frame
 from ds_memo.swap.host_pool import HostPool
@@ -66,9 +66,7 @@ def measure(call: LayerCall, length: int, device: torch.device, attention: str |
             watch = bench.watched()
             input_bytes = inputs[0].untyped_storage().nbytes()
             seen = as_called if device.type == "cuda" else bench  # on a CPU nothing shows what compiled code allocates
-            forward_bytes, working_bytes = seen.held(ON_DEVICE)
-            forward_bytes_at_0, working_bytes_at_0 = seen.held(GEMMS_RECOMPUTED)
-            _, without_attention = seen.held(FULL_RECOMPUTE)
+            working, at_0, without_attention = (seen.held(kept) for kept in (ON_DEVICE, GEMMS_RECOMPUTED, FULL_RECOMPUTE))
             outputs, gemm_s, all_gemms_s = _outputs(full, none, watch)
             return LayerSample(
                 batch=call.batch,
@@ -83,11 +81,9 @@ def measure(call: LayerCall, length: int, device: torch.device, attention: str |
                 gemm_flops=full.gemm_flops,
                 attention_flops=watch.attention_flops,
                 no_recompute_bytes=as_called.saved_bytes(),
-                working_bytes=working_bytes,
-                working_bytes_at_0=working_bytes_at_0,
-                working_bytes_without_attention=without_attention,
-                forward_bytes=input_bytes + forward_bytes,
-                forward_bytes_at_0=input_bytes + forward_bytes_at_0,
+                working=Working(input_bytes + working.forward, working.backward),
+                working_at_0=Working(input_bytes + at_0.forward, at_0.backward),
+                working_without_attention=Working(input_bytes + at_0.forward, without_attention.backward),
                 outputs=outputs,
             )
         finally:
@@ -253,7 +249,7 @@ class Bench:
         watch.read()
         return watch
 
-    def held(self, placement: Placement) -> tuple[int, int]:
+    def held(self, placement: Placement) -> Working:
         """Return the peak bytes that a forward makes, and those that a replay and backward make, without kept outputs.
 
         The layer's output, which in a step belongs to the frame above, counts in both; its input, made before, in neither.
@@ -264,7 +260,7 @@ class Bench:
             forward = count.peak
             count.reset_peak()
             self.backward(outputs)
-        return forward, max(0, count.peak - frame)
+        return Working(forward, max(0, count.peak - frame))
 
     @property
     def frame_bytes(self) -> int:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
-from ds_memo.profile.layer_sample import DEVICE_BYTES, LayerSample
+from ds_memo.profile.layer_sample import WORKING, LayerSample
 from ds_memo.profile.sample import LayerProfile, Profile
-from ds_memo.profile.tile_sample import PART_BYTES, TileSample
+from ds_memo.profile.tile_sample import TileSample
+from ds_memo.solve.run_costs import LayerCosts, Working
 
 
 def most_careful(profiles: Sequence[Profile]) -> Profile:
@@ -24,11 +26,12 @@ def most_careful(profiles: Sequence[Profile]) -> Profile:
 
 
 def _needing_most(kinds: Sequence[LayerProfile]) -> LayerProfile:
-    """Return the first rank's measurements of one kind, with the largest DEVICE_BYTES of all ranks."""
+    """Return the first rank's measurements of one kind, with the largest peak bytes of all ranks."""
 
     def careful(sample: LayerSample) -> LayerSample:
-        needs = zip(*(_needs(kind, sample) for kind in kinds), strict=True)
-        return replace(sample, **dict(zip(DEVICE_BYTES, map(max, needs), strict=True)))
+        there = [_there(kind, sample) for kind in kinds]
+        peaks: dict[str, Any] = {name: _most([getattr(one, name) for one in there]) for name in WORKING}
+        return replace(sample, **peaks)
 
     first = kinds[0]
     whole = replace(first, samples=tuple(map(careful, first.samples)), check=first.check and careful(first.check))
@@ -39,24 +42,21 @@ def _needing_most(kinds: Sequence[LayerProfile]) -> LayerProfile:
     return replace(whole, in_tiles=tuple(map(_needing_most_in_tiles, zip(*(kind.in_tiles for kind in kinds), strict=True))))
 
 
+def _most(everybodys: Sequence[Working]) -> Working:
+    return Working(max(peaks.forward for peaks in everybodys), max(peaks.backward for peaks in everybodys))
+
+
 def _needing_most_in_tiles(samples: Sequence[TileSample]) -> TileSample:
-    parts = [
-        replace(of_ranks[0], **{name: max(getattr(part, name) for part in of_ranks) for name in PART_BYTES})
-        for of_ranks in zip(*(sample.parts for sample in samples), strict=True)
-    ]
-    in_groups = tuple(  # as many groups as all ranks can make
+    peaks = tuple(  # in as many groups as all ranks can make
         tuple(tuple(map(max, zip(*of_part, strict=True))) for of_part in zip(*of_ranks, strict=True))
-        for of_ranks in zip(*(sample.in_groups for sample in samples), strict=False)
+        for of_ranks in zip(*(sample.peaks for sample in samples), strict=False)
     )
-    differs = any(sample.result_differs for sample in samples)
-    return replace(samples[0], result_differs=differs, parts=tuple(parts), in_groups=in_groups)
+    return replace(samples[0], result_differs=any(sample.result_differs for sample in samples), peaks=peaks)
 
 
-def _needs(kind: LayerProfile, there: LayerSample) -> list[int]:
-    """Return a kind's DEVICE_BYTES at the length of sample `there`: measured, else extrapolated."""
+def _there(kind: LayerProfile, there: LayerSample) -> LayerSample | LayerCosts:
+    """Return a kind at the length of sample `there`: measured, else extrapolated."""
     for sample in kind.taken:
         if (sample.batch, sample.length) == (there.batch, there.length):
-            return [getattr(sample, name) for name in DEVICE_BYTES]
-    at = kind.costs(there.batch, there.length)
-    full, at_0, without = at.working, at.working_at_0, at.working_without_attention
-    return [full.backward, at_0.backward, without.backward, full.forward, at_0.forward]
+            return sample
+    return kind.costs(there.batch, there.length)

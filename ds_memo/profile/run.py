@@ -29,13 +29,14 @@ from ds_memo.profile.gathered_params import gathered, gathered_bytes
 from ds_memo.profile.layer import measure
 from ds_memo.profile.layer_call import LayerCall
 from ds_memo.profile.layer_kinds import layer_in_words, settings_digest
-from ds_memo.profile.layer_sample import DEVICE_BYTES, LayerSample
+from ds_memo.profile.layer_sample import WORKING, LayerSample
 from ds_memo.profile.merge_ranks import most_careful
 from ds_memo.profile.sample import LayerProfile, Profile
 from ds_memo.profile.tile_sample import TileSample
 from ds_memo.profile.tiles import measure_in_tiles
 from ds_memo.remat.checkpoint import CannotTile, Layer
 from ds_memo.solve.headroom import HEADROOM
+from ds_memo.solve.run_costs import Working
 from ds_memo.swap.stream_protocol import D2H, H2D
 from ds_memo.units import GIB
 
@@ -227,7 +228,9 @@ def _measure_kind(
         samples: list[LayerSample] = []
         for length in lengths:
             sample = do(partial(measure, call, length, asked.device, asked.attention))
-            samples.append(replace(sample, **{of: getattr(sample, of) + nbytes for of in DEVICE_BYTES}))
+            peaks = {name: getattr(sample, name) for name in WORKING}
+            peaks = {name: Working(peak.forward + nbytes, peak.backward + nbytes) for name, peak in peaks.items()}
+            samples.append(replace(sample, **peaks))
             progress(
                 f"{name} (kind {number} of {len(asked.calls)}): {sample.batch} × {length:,} tokens, "
                 f"forward {sample.forward_s * 1e3:.3g} ms, backward {sample.backward_s * 1e3:.3g} ms"

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ds_memo.placement import Tiles
-from ds_memo.profile.extrapolate import OUTPUT_KINDS, Extrapolated
-from ds_memo.profile.layer_sample import LayerSample
+from ds_memo.profile.layer_sample import Extrapolated, LayerSample
 from ds_memo.profile.tile_sample import TileSample, in_tiles
 from ds_memo.solve.run_costs import LayerCosts, RunCosts
 
@@ -55,10 +54,10 @@ class LayerProfile:
         if len({len(sample.outputs) for sample in self.taken}) > 1:
             return math.inf
         here = self.costs(self.check.batch, self.check.length)
-        kept = sum(output.nbytes for output in self.check.outputs)
         if [output.kind for output in here.outputs] != [output.kind for output in self.check.outputs]:
             return math.inf
-        for got, want in ((here.nbytes(*OUTPUT_KINDS), kept), (here.no_recompute_bytes, self.check.no_recompute_bytes)):
+        kept, predicted = (sum(output.nbytes for output in outputs) for outputs in (self.check.outputs, here.outputs))
+        for got, want in ((predicted, kept), (here.no_recompute_bytes, self.check.no_recompute_bytes)):
             if abs(got - want) > 0.01 * want:
                 return math.inf
         seconds = self.check.forward_s + self.check.backward_s

@@ -9,7 +9,7 @@ peak bytes   a + b·tokens + c·tokens of a tile: weight gradients, tensors of a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from ds_memo.placement import Tiles
@@ -21,18 +21,9 @@ PARTS = ("heads", "attention", "tails", "tails_backward", "attention_backward", 
 SAMPLES = 3
 
 
-@dataclass(frozen=True)
-class PartSample:
-    """One part of a tiled layer. GEMM outputs are not stored, unless the field says so."""
-
-    seconds: float
-    peak_bytes: int
-    """The most device bytes at once, without the layer's frame in the backward."""
-    stored_peak_bytes: int
-    """The same if all GEMM outputs are stored on the device: with them in the forward, without them in the backward."""
-
-
-PART_BYTES = ("peak_bytes", "stored_peak_bytes")
+Peak = tuple[int, int]
+"""The most device bytes at once in a part, without the layer's frame in the backward: if no GEMM output is stored; and if all are
+stored on the device, with them in the forward, without them in the backward."""
 
 
 @dataclass(frozen=True)
@@ -45,19 +36,18 @@ class TileSample:
     """As asked for."""
     result_differs: bool
     """As in :class:`ds_memo.solve.run_costs.TileCosts`. What the backward begins with is then in "tails_backward"."""
-    parts: tuple[PartSample, ...]
-    """In the order of PARTS."""
-    in_groups: tuple[tuple[tuple[int, int], ...], ...] = ()
-    """PART_BYTES of the same parts in 2, 4, … groups of heads, as many as attention can be divided into."""
+    seconds: tuple[float, ...]
+    """Of each of PARTS, if no GEMM output is stored."""
+    peaks: tuple[tuple[Peak, ...], ...]
+    """Of each of PARTS, in 1, 2, 4, … groups of heads, as many as attention can be divided into."""
 
     @property
     def most_groups(self) -> int:
-        return 1 << len(self.in_groups)
+        return 1 << len(self.peaks) - 1
 
-    def peaks(self, groups: int) -> Iterator[tuple[int, int]]:
-        """Yield PART_BYTES of each part in the most of the groups measured that are not more than these."""
-        doubled = min(groups.bit_length() - 1, len(self.in_groups))
-        yield from self.in_groups[doubled - 1] if doubled else ((part.peak_bytes, part.stored_peak_bytes) for part in self.parts)
+    def peaks_in(self, groups: int) -> tuple[Peak, ...]:
+        """Return the peaks of each part in the most of the groups measured that are not more than these."""
+        return self.peaks[min(groups.bit_length(), len(self.peaks)) - 1]
 
     @property
     def cut(self) -> Cut:
@@ -96,10 +86,9 @@ def in_tiles(
     """
     cut = Cut.of(batch, length, tiles.tokens)
     heads, _, tails, tails_backward, _, heads_backward = range(len(PARTS))
-    of_parts = list(zip(*(sample.parts for sample in samples), strict=True))
     cuts = [sample.cut for sample in samples]
-    seconds = [_plane([part.seconds for part in of_part], _by_tiles, cuts, cut) for of_part in of_parts]
-    in_groups = zip(*(sample.peaks(tiles.head_groups) for sample in samples), strict=True)
+    seconds = [_plane(of_part, _by_tiles, cuts, cut) for of_part in zip(*(sample.seconds for sample in samples), strict=True)]
+    in_groups = zip(*(sample.peaks_in(tiles.head_groups) for sample in samples), strict=True)
     of_bytes = [zip(*of_part, strict=True) for of_part in in_groups]
     peaks, stored = zip(*([_plane(b, _by_tokens, cuts, cut) for b in of_part] for of_part in of_bytes), strict=True)
     forward_s = seconds[heads] + whole.attention_s + seconds[tails]

@@ -15,7 +15,7 @@ from ds_memo.profile.layer import Bench, alone
 from ds_memo.profile.layer_call import LayerCall
 from ds_memo.profile.live import AllocatedBytes, LiveBytes, bytes_made
 from ds_memo.profile.stopwatch import now, repeats, seconds_between
-from ds_memo.profile.tile_sample import PARTS, PartSample, TileSample
+from ds_memo.profile.tile_sample import PARTS, TileSample
 from ds_memo.remat.checkpoint import CannotTile
 from ds_memo.tiles.tiling import Tiling
 
@@ -24,7 +24,7 @@ _TILES = 4
 _GROUPS = (8, 4, 2)
 """Groups of heads that are tried."""
 _KINDS = (PlacementKind.GEMMS_RECOMPUTED, PlacementKind.ON_DEVICE)
-"""Placements whose peak bytes are PART_BYTES."""
+"""Placements of the two peaks of a part."""
 
 
 def measure_in_tiles(
@@ -86,10 +86,9 @@ def _measure(
             differs = tiling.result_differs
         finally:
             bench.close()
-    one, *in_groups = (tuple(zip(*of_way, strict=True)) for of_way in peaks)
-    of_parts = zip(zip(*seconds, strict=True), one, strict=True)
-    parts = tuple(PartSample(statistics.median(of_part), *nbytes) for of_part, nbytes in of_parts)
-    return TileSample(call.batch, length, tiles.tokens, differs, parts, tuple(in_groups))
+    medians = tuple(map(statistics.median, zip(*seconds, strict=True)))
+    of_ways = tuple(tuple(zip(*of_way, strict=True)) for of_way in peaks)
+    return TileSample(call.batch, length, tiles.tokens, differs, medians, of_ways)
 
 
 def _peaks(bench: Bench, placement: Placement, device: torch.device, gathered: int, into: int) -> list[int]:

@@ -40,7 +40,7 @@ def test_the_most_careful_answer_wins() -> None:
     for both in ([mine, theirs], [theirs, mine]):
         agreed = most_careful(both)
         assert (agreed.d2h_bytes_per_s, agreed.h2d_bytes_per_s) == (20e9, 10e9)
-        assert [s.working_bytes for s in agreed.kinds[0].samples] == [s.working_bytes for s in theirs.kinds[0].samples]
+        assert [s.working for s in agreed.kinds[0].samples] == [s.working for s in theirs.kinds[0].samples]
         assert from_json(to_json(agreed)) == agreed
 
 
@@ -50,8 +50,8 @@ def test_a_rank_that_has_measured_at_other_lengths_counts_by_its_lines(lengths: 
     trusted, not_trusted = make_profile(lengths=(1024, 2048), working=100), make_profile(lengths=lengths, working=300)
     for sample in most_careful([trusted, not_trusted]).kinds[0].samples:
         theirs = not_trusted.kinds[0].costs(sample.batch, sample.length)
-        assert sample.working_bytes == theirs.working.backward > trusted.kinds[0].samples[-1].working_bytes / 2
-        assert sample.forward_bytes_at_0 == theirs.working_at_0.forward
+        assert sample.working == theirs.working
+        assert sample.working.backward > trusted.kinds[0].samples[-1].working.backward / 2
 
 
 def test_alone() -> None:
@@ -260,7 +260,7 @@ class TestTwoRanks(DistributedTest):
         module = trainer.module.blocks[0]
         assert gathered_params.gathered_bytes(module) == 4 * sum(p.ds_numel for p in module.parameters())
         samples = trainer.memo._session.tuner.profile.kinds[0].samples
-        assert all(sample.working_bytes > gathered_params.gathered_bytes(module) for sample in samples)
+        assert all(sample.working.backward > gathered_params.gathered_bytes(module) for sample in samples)
 
     def test_a_profile_knows_how_many_ranks_share_a_sequence(self, tmp_path) -> None:
         os.environ["XDG_CACHE_HOME"] = str(tmp_path)

@@ -48,7 +48,7 @@ def test_sizes_and_work_of_a_block(length: int, dtype: torch.dtype) -> None:
     assert sizes == [hidden, 3 * hidden, hidden, tokens * 4 * 4, hidden, 2 * hidden]
     assert [output.born for output in sample.outputs] == sorted(output.born for output in sample.outputs)
     assert sample.no_recompute_bytes > sum(sizes)
-    assert sample.working_bytes > 2 * hidden
+    assert sample.working.backward > 2 * hidden
     assert 0 < sample.gemm_s <= sample.all_gemms_s and 0 < sample.attention_s <= sample.forward_s
     assert 0 < sample.attention_backward_s <= sample.backward_s and sample.replay_s > 0
 

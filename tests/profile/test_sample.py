@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_memo.profile.sample import LayerProfile
+from ds_memo.solve.run_costs import Working
 from tests.profile.samples import HIDDEN, make_profile, make_sample
 
 LENGTHS = st.integers(16, 1 << 14)
@@ -64,7 +65,7 @@ def test_one_sample_gives_lines_through_the_origin() -> None:
 
 
 def test_working_bytes_are_rounded_up() -> None:
-    profile = LayerProfile("", tuple(dataclasses.replace(make_sample(n), working_bytes=7 * n // 3) for n in (100, 200)))
+    profile = LayerProfile("", tuple(dataclasses.replace(make_sample(n), working=Working(0, 7 * n // 3)) for n in (100, 200)))
     assert profile.costs(1, 151).working.backward == math.ceil(233 + (466 - 233) / 100 * 51)
 
 
@@ -85,7 +86,9 @@ def test_what_is_held_at_once_follows_the_longest_two_samples() -> None:
     def held(tokens: int) -> int:
         return max(12 * HIDDEN**2 + 11 * HIDDEN * tokens, 15 * HIDDEN * tokens)
 
-    short, middle, long = (dataclasses.replace(make_sample(n), working_bytes=held(n)) for n in (HIDDEN, 4 * HIDDEN, 8 * HIDDEN))
+    short, middle, long = (
+        dataclasses.replace(make_sample(n), working=Working(0, held(n))) for n in (HIDDEN, 4 * HIDDEN, 8 * HIDDEN)
+    )
     length = 100 * HIDDEN
     assert LayerProfile("", (short, middle), long).costs(1, length).working.backward == held(length)
     assert LayerProfile("", (short, middle)).costs(1, length).working.backward < 0.95 * held(length)

@@ -56,8 +56,8 @@ def whole(tokens: int) -> LayerCosts:
     return kind.costs(1, tokens)
 
 
-def peaks(sample: TileSample, name: str) -> tuple[int, int]:
-    found = [getattr(part, name) for part in sample.parts]
+def peaks(sample: TileSample, stored: bool) -> tuple[int, int]:
+    found = [peak[stored] for peak in sample.peaks[0]]
     return max(found[:3]), max(found[3:])
 
 
@@ -67,16 +67,16 @@ def test_bytes_at_other_lengths_and_in_other_tiles(
 ) -> None:
     costs = in_tiles(whole(tokens), 0.0, samples, 1, tokens, Tiles(tile))
     measured = tiles._measure(call, tokens, Tiles(tile), 1, CPU, None, 0)
-    for working, name in ((costs.working_at_0, "peak_bytes"), (costs.working, "stored_peak_bytes")):
-        assert (working.forward, working.backward) == pytest.approx(peaks(measured, name), rel=0.02), name
+    for working, stored in ((costs.working_at_0, False), (costs.working, True)):
+        assert (working.forward, working.backward) == pytest.approx(peaks(measured, stored), rel=0.02), stored
     assert costs.working.backward < 0.95 * costs.working_at_0.backward, "GEMM outputs are part of the frame"
 
 
 def test_without_a_tiles_transients_they_are_wrong(call: LayerCall, samples: tuple[TileSample, ...]) -> None:
     """The check above would see it."""
     few, many, larger = samples
-    costs = in_tiles(whole(768), 0.0, (few, many, dataclasses.replace(larger, parts=many.parts)), 1, 768, Tiles(320))
-    backward = peaks(tiles._measure(call, 768, Tiles(320), 1, CPU, None, 0), "peak_bytes")[1]
+    costs = in_tiles(whole(768), 0.0, (few, many, dataclasses.replace(larger, peaks=many.peaks)), 1, 768, Tiles(320))
+    backward = peaks(tiles._measure(call, 768, Tiles(320), 1, CPU, None, 0), False)[1]
     assert costs.working_at_0.backward < 0.95 * backward
 
 
@@ -84,16 +84,16 @@ def test_groups_of_heads_take_what_was_measured(samples: tuple[TileSample, ...])
     assert {sample.most_groups for sample in samples} == {2}, "as many as there are key-value heads"
     number = PARTS.index("attention_backward")
     one, two = (in_tiles(whole(512), 0.0, samples, 1, 512, Tiles(128, groups)) for groups in (1, 2))
-    assert one.working_at_0.backward == max(part.peak_bytes for part in samples[1].parts[number - 1 :])
-    assert two.working_at_0.backward == max(peak for peak, _ in samples[1].in_groups[0][number - 1 :])
-    assert 0.7 < samples[1].in_groups[0][number][0] / samples[1].parts[number].peak_bytes < 0.95
+    assert one.working_at_0.backward == max(peak for peak, _ in samples[1].peaks[0][number - 1 :])
+    assert two.working_at_0.backward == max(peak for peak, _ in samples[1].peaks[1][number - 1 :])
+    assert 0.7 < samples[1].peaks[1][number][0] / samples[1].peaks[0][number][0] < 0.95
     more = in_tiles(whole(512), 0.0, samples, 1, 512, Tiles(128, 8))
     assert more.working_at_0 == two.working_at_0, "eight groups are not used"
 
 
 def test_seconds_are_those_of_the_parts(samples: tuple[TileSample, ...]) -> None:
     costs = in_tiles(whole(512), 1.0, samples, 1, 512, Tiles(128))
-    seconds = dict(zip(PARTS, (part.seconds for part in samples[1].parts), strict=True))
+    seconds = dict(zip(PARTS, samples[1].seconds, strict=True))
     assert costs.forward_s == pytest.approx(seconds["heads"] + seconds["tails"] + whole(512).attention_s)
     assert costs.in_tiles is not None and costs.in_tiles.count == 4
     assert costs.in_tiles.tails_backward_s == pytest.approx(seconds["tails_backward"])
@@ -139,15 +139,15 @@ def test_there_and_back(samples: tuple[TileSample, ...]) -> None:
         (("tile_tokens",), 0),
         (("tile_tokens",), 1 << 40),
         (("length",), 3),
-        (("in_groups",), [[[1, 1]] * 5]),
-        (("in_groups", 0, 2), [1]),
-        (("in_groups", 0, 2, 1), -1),
-        (("in_groups", 0, 2, 1), 0.5),
-        (("parts",), []),
-        (("parts", 2, "seconds"), -1.0),
-        (("parts", 2, "seconds"), float("nan")),
-        (("parts", 2, "peak_bytes"), 1.5),
-        (("parts", 2, "stored_peak_bytes"), 1 << 60),
+        (("peaks",), []),
+        (("peaks",), [[[1, 1]] * 5]),
+        (("peaks", 1, 2), [1]),
+        (("peaks", 1, 2, 1), -1),
+        (("peaks", 1, 2, 1), 0.5),
+        (("peaks", 0, 2, 1), 1 << 60),
+        (("seconds",), []),
+        (("seconds", 2), -1.0),
+        (("seconds", 2), float("nan")),
     ],
 )
 def test_damaged_samples_are_refused(samples: tuple[TileSample, ...], path: tuple, value: Any) -> None:
@@ -161,10 +161,10 @@ def test_damaged_samples_are_refused(samples: tuple[TileSample, ...], path: tupl
 
 
 def test_ranks_agree_on_the_most_memory(samples: tuple[TileSample, ...]) -> None:
-    part = dataclasses.replace(samples[0].parts[3], peak_bytes=1 << 40)
-    hungry = dataclasses.replace(samples[0], parts=(*samples[0].parts[:3], part, *samples[0].parts[4:]), in_groups=())
+    peaks = samples[0].peaks[0]
+    hungry = dataclasses.replace(samples[0], peaks=((*peaks[:3], (1 << 40, peaks[3][1]), *peaks[4:]),))
     merged = most_careful([tiled_profile(samples), tiled_profile((hungry, *samples[1:]))]).kinds[0].in_tiles
-    assert merged[0].parts[3].peak_bytes == 1 << 40 and merged[0].most_groups == 1
+    assert merged[0].peaks[0][3][0] == 1 << 40 and merged[0].most_groups == 1
     assert merged[1:] == samples[1:]
 
 
