@@ -9,7 +9,6 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from ds_memo.cli.arguments import count, gib, number, tokens
 from ds_memo.errors import brief, quoted
@@ -21,78 +20,49 @@ from ds_memo.estimate.question import METHODS, OK, Estimate, Question
 from ds_memo.files import write_output
 from ds_memo.units import GIB, short
 
-if TYPE_CHECKING:
-    from ds_memo.estimate.model import Model
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    what = parser.add_argument_group("what runs where")
-    what.add_argument("--model", required=True, metavar="CONFIG.json", help="a Hugging Face config, or a folder with one")
-    what.add_argument(
-        "--hardware", required=True, metavar="NAME|FILE", help=f"one of {', '.join(hardware.names())}, or a JSON file like theirs"
-    )
-    what.add_argument("--gpus", type=count, metavar="N", help="GPUs in all")
-    what.add_argument("--seq-length", type=tokens, metavar="S", help="tokens of a sequence: 131072, 128K, 1M (binary)")
-    what.add_argument("--batch", type=count, default=1, metavar="N", help="sequences per optimizer step (default: 1)")
-    how = parser.add_argument_group("how")
-    how.add_argument(
-        "--method", choices=METHODS, default="memo", help="default: memo, this project; the others: training without"
-    )
-    how.add_argument("--zero", type=int, choices=range(4), metavar="0-3", help="ZeRO stage (default: 3; with --tp or --cp: 1)")
-    how.add_argument(
-        "--offload",
-        choices=OFFLOADS,
-        default="none",
-        help="model states on the host, as DeepSpeed's offload_optimizer, and with all its offload_param (default: none)",
-    )
-    how.add_argument("--sp", type=count, metavar="N", help="Ulysses sequence parallelism (default: the fastest that fits)")
-    how.add_argument("--tp", type=count, metavar="N", help="tensor parallelism (--cp: the fastest that fits)")
-    how.add_argument("--cp", type=count, metavar="N", help="context parallelism (ring attention)")
-    how.add_argument("--alpha", type=_alpha, metavar="X", help="0 to 1 (default: solved)")
-    how.add_argument(
-        "--tile-tokens",
-        type=_tile_tokens,
-        metavar="N",
-        help="of a tile, as memo.tile_tokens; 0: layers run whole (default: 4096 where tiles are needed)",
-    )
-    how.add_argument("--plan", action=argparse.BooleanOptionalAction, help="a memory plan (default: memo has one)")
-    how.add_argument(
-        "--device-memory-gib", type=gib, metavar="X", help="of a GPU, without its context: states and activations (default: all)"
-    )
-    how.add_argument(
-        "--host-memory-gib", type=gib, metavar="X", help="of a node, for activations and --offload (default: from --hardware)"
-    )
-    how.add_argument(
-        "--nvme-gib", type=gib, metavar="X", help="of a node's drives, behind its host memory (default: from --hardware)"
-    )
-    how.add_argument(
-        "--nvme-gb-per-s", type=_rates, metavar="X|W,R", help="of a node's drives: written and read (default: from --hardware)"
-    )
-    how.add_argument(
-        "--nvme-tb-per-day", type=_tb, metavar="X", help="that may be written to a node's drives (default: no limit)"
-    )
-    how.add_argument(
-        "--fused-kernels",
-        action="store_true",
-        help="norms, rotary embedding, activations are one kernel each, as Liger's",
-    )
-    how.add_argument("--profile", metavar="FILE", help="link speeds and layer times of a real run, by `ds-memo profile`")
-    ask = parser.add_argument_group("other questions, in place of one fixed length")
-    ask.add_argument("--max-length", action="store_true", help="the longest sequence that fits")
-    ask.add_argument("--min-gpus", action="store_true", help="the fewest GPUs on which the length fits")
-    ask.add_argument("--compare", action="store_true", help="all methods side by side")
-    ask.add_argument(
-        "--sweep",
-        type=_lengths,
-        metavar="A:B|A,B,…",
-        help="lengths: doubled from A to B, or a list; with --compare, for all methods",
-    )
-    out = parser.add_argument_group("output")
-    out.add_argument("--json", action="store_true", help="machine-readable, with everything")
-    out.add_argument("-o", "--output", metavar="FILE", help="of a sweep or comparison: .csv, or a plot as .png or .svg")
-    out.add_argument(
-        "--timeline", metavar="FILE", help="the three streams of one sequence: .html, or .json for chrome://tracing and Perfetto"
-    )
+    option = parser.add_argument_group("what runs where").add_argument
+    machines = ", ".join(hardware.names())
+    option("--model", required=True, metavar="CONFIG.json", help="a Hugging Face config, or a folder with one")
+    option("--hardware", required=True, metavar="NAME|FILE", help=f"one of {machines}, or a JSON file like theirs")
+    option("--gpus", type=count, metavar="N", help="GPUs in all")
+    option("--seq-length", type=tokens, metavar="S", help="tokens of a sequence: 131072, 128K, 1M (binary)")
+    option("--batch", type=count, default=1, metavar="N", help="sequences per optimizer step (default: 1)")
+    option = parser.add_argument_group("how").add_argument
+    option("--method", choices=METHODS, default="memo", help="default: memo, this project; the others: training without")
+    option("--zero", type=int, choices=range(4), metavar="0-3", help="ZeRO stage (default: 3; with --tp or --cp: 1)")
+    states = "model states on the host, as DeepSpeed's offload_optimizer, and with all its offload_param (default: none)"
+    option("--offload", choices=OFFLOADS, default="none", help=states)
+    option("--sp", type=count, metavar="N", help="Ulysses sequence parallelism (default: the fastest that fits)")
+    option("--tp", type=count, metavar="N", help="tensor parallelism (--cp: the fastest that fits)")
+    option("--cp", type=count, metavar="N", help="context parallelism (ring attention)")
+    option("--alpha", type=_alpha, metavar="X", help="0 to 1 (default: solved)")
+    tile = "of a tile, as memo.tile_tokens; 0: layers run whole (default: 4096 where tiles are needed)"
+    option("--tile-tokens", type=_tile_tokens, metavar="N", help=tile)
+    option("--plan", action=argparse.BooleanOptionalAction, help="a memory plan (default: memo has one)")
+    device = "of a GPU, without its context: states and activations (default: all)"
+    option("--device-memory-gib", type=gib, metavar="X", help=device)
+    host = "of a node, for activations and --offload (default: from --hardware)"
+    option("--host-memory-gib", type=gib, metavar="X", help=host)
+    option("--nvme-gib", type=gib, metavar="X", help="of a node's drives, behind its host memory (default: from --hardware)")
+    rates = "of a node's drives: written and read (default: from --hardware)"
+    option("--nvme-gb-per-s", type=_rates, metavar="X|W,R", help=rates)
+    option("--nvme-tb-per-day", type=_tb, metavar="X", help="that may be written to a node's drives (default: no limit)")
+    fused = "norms, rotary embedding, activations are one kernel each, as Liger's"
+    option("--fused-kernels", action="store_true", help=fused)
+    option("--profile", metavar="FILE", help="link speeds and layer times of a real run, by `ds-memo profile`")
+    option = parser.add_argument_group("other questions, in place of one fixed length").add_argument
+    option("--max-length", action="store_true", help="the longest sequence that fits")
+    option("--min-gpus", action="store_true", help="the fewest GPUs on which the length fits")
+    option("--compare", action="store_true", help="all methods side by side")
+    lengths = "lengths: doubled from A to B, or a list; with --compare, for all methods"
+    option("--sweep", type=_lengths, metavar="A:B|A,B,…", help=lengths)
+    option = parser.add_argument_group("output").add_argument
+    option("--json", action="store_true", help="machine-readable, with everything")
+    option("-o", "--output", metavar="FILE", help="of a sweep or comparison: .csv, or a plot as .png or .svg")
+    streams = "the three streams of one sequence: .html, or .json for chrome://tracing and Perfetto"
+    option("--timeline", metavar="FILE", help=streams)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -131,66 +101,54 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+_CONTRADICTIONS = (
+    ("--max-length", "--seq-length --min-gpus --sweep --compare", "it chooses the length of one answer"),
+    ("--min-gpus", "--gpus --sweep --compare", "it chooses the GPUs of one answer"),
+    ("--sweep", "--seq-length --timeline", "it chooses lengths"),
+    ("--compare", "--alpha --plan --tile-tokens --timeline", "it shows each method with its own alpha, plan and tiles"),
+)
+"""An option, others that it does not go with, and why."""
+
+
 def _refuse_contradictions(args: argparse.Namespace) -> None:
-    if args.seq_length is None and not args.max_length and args.sweep is None:
+    said = {name for name, value in vars(args).items() if value is not None and (value is not False or name == "plan")}
+    given = {f"--{name.replace('_', '-')}" for name in said}
+    for one, others, why in _CONTRADICTIONS:
+        if one in given and (wrong := given & set(others.split())):
+            raise EstimateError(f"{one} does not go with {min(wrong)}: {why}")
+    if not given & {"--seq-length", "--max-length", "--sweep"}:
         raise EstimateError("--seq-length is missing (or --max-length, or --sweep)")
-    if args.gpus is None and not args.min_gpus:
+    if not given & {"--gpus", "--min-gpus"}:
         raise EstimateError("--gpus is missing (or --min-gpus)")
-    if args.max_length and args.min_gpus:
-        raise EstimateError("--max-length and --min-gpus: one question at a time")
-    if (args.max_length or args.min_gpus) and (args.sweep is not None or args.compare):
-        raise EstimateError("--max-length and --min-gpus do not go with --sweep and --compare")
-    if args.compare and (args.alpha is not None or args.plan is not None):
-        raise EstimateError("--compare shows each method with its own alpha and plan: leave --alpha and --[no-]plan out")
-    if args.compare and args.tile_tokens is not None:
-        raise EstimateError("--compare shows memo with its own tiles: leave --tile-tokens out")
-    if args.output and args.sweep is None and not args.compare:
+    if args.output and not given & {"--sweep", "--compare"}:
         raise EstimateError("-o writes a table or plot: give --sweep or --compare too")
     if args.output and not args.output.endswith((".csv", ".png", ".svg")):
         raise EstimateError(f"-o {quoted(args.output)}: expected a name that ends with .csv, .png or .svg")
     if args.timeline and not args.timeline.endswith((".json", ".html")):
         raise EstimateError(f"--timeline {quoted(args.timeline)}: expected a name that ends with .json or .html")
-    if args.seq_length is not None and (args.max_length or args.sweep is not None):
-        raise EstimateError("--seq-length does not go with --max-length and --sweep, which choose lengths")
-    if args.gpus is not None and args.min_gpus:
-        raise EstimateError("--gpus does not go with --min-gpus")
-    if args.timeline and (args.sweep is not None or args.compare):
-        raise EstimateError("--timeline draws one answer: it does not go with --sweep and --compare")
+
+
+_AS_ASKED = ("batch", "method", "tp", "cp", "sp", "zero", "offload", "alpha", "tile_tokens", "plan")
+"""Options that are the question's fields of these names."""
 
 
 def _question(args: argparse.Namespace) -> Question:
+    from ds_memo.estimate import model
+    from ds_memo.estimate.measured import with_profile
+
     machine = hardware.load(args.hardware)
     if args.device_memory_gib is not None:
         machine = machine.with_device_memory(args.device_memory_gib * GIB)
     machine = _with_drives(machine, args)
     question = Question(
-        model=_loaded(args),
+        model=model.load(args.model, args.fused_kernels),
         hardware=machine,
         gpus=args.gpus or 1,
         seq_length=args.seq_length or 1024,
-        batch=args.batch,
-        method=args.method,
-        tp=args.tp,
-        cp=args.cp,
-        sp=args.sp,
-        zero=args.zero,
-        offload=args.offload,
-        alpha=args.alpha,
-        tile_tokens=args.tile_tokens,
-        plan=args.plan,
         host_memory=None if args.host_memory_gib is None else args.host_memory_gib * GIB,
+        **{name: getattr(args, name) for name in _AS_ASKED},
     )
-    if args.profile:
-        from ds_memo.estimate.measured import with_profile  # imported only for a real run's profile
-
-        question = with_profile(question, args.profile)
-    return question
-
-
-def _loaded(args: argparse.Namespace) -> Model:
-    from ds_memo.estimate import model
-
-    return model.load(args.model, args.fused_kernels)
+    return with_profile(question, args.profile) if args.profile else question
 
 
 def _with_drives(machine: Hardware, args: argparse.Namespace) -> Hardware:
@@ -265,24 +223,6 @@ def _shares(seconds: dict[str, float], total: float) -> str:
 
 # ---- tables
 
-_COLUMNS = (
-    "method",
-    "seq_length",
-    "status",
-    "mfu",
-    "tgs",
-    "step_s",
-    "alpha",
-    "resident_layers",
-    "tile_tokens",
-    "head_groups",
-    "device_gib",
-    "host_gib",
-    "nvme_gib",
-    "nvme_tb_per_day",
-    "binding",
-)
-
 
 def _table(args: argparse.Namespace, question: Question) -> int:
     from ds_memo.estimate import answers
@@ -336,7 +276,8 @@ def _table_as(path: str, found: Sequence[Estimate], rows: Sequence[dict]) -> str
     """Return a sweep or comparison in the format that the file's suffix names."""
     if path.endswith(".csv"):
         file = io.StringIO()
-        writer = csv.DictWriter(file, _COLUMNS, extrasaction="ignore")
+        columns = [name for name, value in rows[0].items() if not isinstance(value, (dict, list))]
+        writer = csv.DictWriter(file, columns, extrasaction="ignore")
         writer.writeheader()
         writer.writerows(rows)
         return file.getvalue()

@@ -38,7 +38,9 @@ TRACEBACK = "DS_MEMO_TRACEBACK"
 
 def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
-    _open_standard_streams()
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:  # the caller closed it (`2>&-`); the next file to be opened would get its number
+            setattr(sys, name, open(os.devnull, "r+"))  # noqa: SIM115
     verb = next((word for word in words if word in VERBS), None)
     name = f"ds-memo {verb}" if verb else "ds-memo"
     try:
@@ -56,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         printing = _drop_output() or (error.filename is None and error.errno in (errno.ENOSPC, errno.EIO, errno.EBADF))
         where = "standard output" if printing else error.filename
         at = "" if where is None else f"{quoted(str(where), 400)}: "
-        return _say(name, f"{at}{error.strerror or error}{_without_folder()}", 2)
+        return _say(name, f"{at}{error.strerror or error}", 2)
     except Exception as error:
         if os.environ.get(TRACEBACK):
             traceback.print_exc()
@@ -108,21 +110,6 @@ def _usage_and_error(parser: argparse.ArgumentParser) -> Callable[[str], NoRetur
     return error
 
 
-def _open_standard_streams() -> None:
-    """Open /dev/null for each standard stream that the caller closed (`2>&-`).
-
-    Python has None there. The next file to be opened would get the stream's number, and a compiler's output.
-    """
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
-        if getattr(sys, name) is None:
-            handle = os.open(os.devnull, os.O_RDWR)
-            if handle != number:
-                os.dup2(handle, number)
-                os.close(handle)
-            os.set_inheritable(number, True)
-            setattr(sys, name, open(number, "r" if name == "stdin" else "w", closefd=False))  # noqa: SIM115
-
-
 def _drop_output() -> bool:
     """Drop output that cannot be written, so that the interpreter does not try again; return True if there was any."""
     try:
@@ -131,11 +118,3 @@ def _drop_output() -> bool:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return True
     return False
-
-
-def _without_folder() -> str:
-    try:
-        os.getcwd()
-    except OSError:
-        return "; the working directory is gone: change to one that exists"
-    return ""

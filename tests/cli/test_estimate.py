@@ -180,9 +180,10 @@ def test_timelines(capsys, tmp_path):
         (("--sweep", "64K:1M", "-o", "x.pdf"), "x.pdf"),
         (("--seq-length", "1M", "--tile-tokens", "-1"), "'-1'"),
         (("--seq-length", "1M", "--tile-tokens", "4096", "--method", "none"), "only memo runs layers in tiles"),
-        (("--max-length", "--sweep", "1M"), "do not go with"),
+        (("--max-length", "--sweep", "1M"), "--max-length does not go with --sweep"),
         (("--min-gpus", "--seq-length", "1M"), "--min-gpus"),
         (("--compare", "--seq-length", "1M", "--alpha", "0.5"), "its own alpha"),
+        (("--compare", "--seq-length", "1M", "--no-plan"), "does not go with --plan"),
         ((), "--seq-length"),
     ],
 )

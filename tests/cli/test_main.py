@@ -84,21 +84,6 @@ def test_a_full_disk_under_stderr() -> None:
     assert shell("exec ds-memo plan no-such-file 2>/dev/full").returncode == 2
 
 
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    "words, code, says",
-    [
-        (f"plan {TRACE}", 0, ""),
-        (f"plan {TRACE} -o x.json", 2, "the working directory is gone"),
-        ("plan x.txt", 2, "x.txt: No such file"),
-    ],
-)
-def test_a_working_directory_that_is_gone(tmp_path: Path, words: str, code: int, says: str) -> None:
-    (tmp_path / "gone").mkdir()
-    ended = shell(f"cd {tmp_path}/gone && rmdir ../gone && exec ds-memo {words}")
-    assert ended.returncode == code and ended.stderr.count("\n") == (code != 0) and says in ended.stderr
-
-
 @pytest.mark.parametrize(
     "words",
     [
