@@ -17,7 +17,7 @@ from benchmarks.timing import Trainer, does_not_fit, placements
 from benchmarks.workloads import Shape, tokens_of
 from ds_memo.estimate import model
 from ds_memo.estimate.hardware import named
-from ds_memo.estimate.parts import LOGIT_BYTES, TILE_TOKENS
+from ds_memo.estimate.methods import LOGIT_BYTES, TILE_TOKENS
 from ds_memo.profile.json_file import to_json
 from ds_memo.solve.headroom import HEADROOM
 from ds_memo.units import GIB

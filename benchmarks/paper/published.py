@@ -20,7 +20,7 @@ from benchmarks.paper_alpha import paper_alpha
 from ds_memo.estimate.flops import mfu
 from ds_memo.estimate.hardware import Hardware
 from ds_memo.estimate.layout import Layout
-from ds_memo.estimate.parts import CACHE_GROWTH, LOGIT_BYTES
+from ds_memo.estimate.methods import CACHE_GROWTH, LOGIT_BYTES
 from ds_memo.estimate.question import OK, OOHM, OOM
 from ds_memo.estimate.simulate import simulate
 from ds_memo.hf.model_flops import sequence_flops

@@ -8,10 +8,9 @@ from dataclasses import replace
 from ds_memo.estimate import layout as layouts
 from ds_memo.estimate.costs import Costs
 from ds_memo.estimate.layout import Layout
-from ds_memo.estimate.memo import memo
+from ds_memo.estimate.methods import memo, stock
 from ds_memo.estimate.offload import host_state_bytes
 from ds_memo.estimate.question import OK, OOHM, OOM, Estimate, Question, check
-from ds_memo.estimate.stock import stock
 from ds_memo.units import GIB, round_up
 
 

@@ -81,7 +81,7 @@ class VirtualStreams:
     def done(self, event: Moment) -> bool:
         return event.at <= self.now[COMPUTE]
 
-    def copy(self, stream: str, dst: Extent, src: Extent) -> None:
+    def copy(self, stream: str, dst: Virtual, src: Virtual) -> None:
         rate = self.d2h_bytes_per_s if stream == D2H else self.h2d_bytes_per_s
         begin = self.now[stream]
         self.now[stream] = begin + src.nbytes / rate
@@ -97,7 +97,7 @@ class VirtualStreams:
     def current(self) -> None:
         return None
 
-    def record(self, tensor: Extent, stream: Any) -> None: ...
+    def record(self, tensor: Virtual, stream: Any) -> None: ...
 
     def stall_s(self) -> dict[str, float]:
         return dict(self.stalls)
@@ -105,44 +105,38 @@ class VirtualStreams:
     def close(self) -> None: ...
 
 
-class Extent:
-    """A virtual tensor: a number of bytes of a layer."""
+@dataclass(eq=False, slots=True)
+class Virtual:
+    """A number of bytes of a layer: a tensor, what a frame keeps of it (ds_memo.swap.frame.Kept), and its rows on the host."""
 
-    __slots__ = ("layer", "nbytes")
-    _version = 0
+    layer: int
+    nbytes: float
+    index: int = 0
+    """Among the tensors of its frame."""
+    buffer_offset = _version = 0
 
-    def __init__(self, layer: int, nbytes: float) -> None:
-        self.layer = layer
-        self.nbytes = nbytes
+    @property
+    def stored_bytes(self) -> float:
+        return self.nbytes
 
-    def detach(self) -> Extent:
+    def detach(self) -> Virtual:
+        return self
+
+    def laid(self, tensor: Virtual) -> Virtual:
+        return tensor
+
+    def rows_in(self, block: Any) -> Virtual:
+        return self
+
+    def pairs(self, host: Virtual, tensor: Virtual) -> list[tuple[Virtual, Virtual]]:
+        return [(host, tensor)]
+
+    def slot_in(self, buffer: Any) -> Virtual:
         return self
 
 
-@dataclass(slots=True)
-class VirtualKept:
-    """The virtual ds_memo.swap.frame.Kept."""
-
-    index: int
-    stored_bytes: float
-    extent: Extent
-    buffer_offset: int = 0
-
-    def laid(self, tensor: Extent) -> Extent:
-        return tensor
-
-    def rows_in(self, block: Any) -> Extent:
-        return self.extent
-
-    def pairs(self, host: Extent, tensor: Any) -> list[tuple[Extent, Extent]]:
-        return [(host, self.extent)]
-
-    def slot_in(self, buffer: Any) -> Extent:
-        return self.extent
-
-
 class VirtualLayout(NamedTuple):
-    kept: list[VirtualKept]
+    kept: list[Virtual]
     host_bytes: int
     buffer_bytes: float = 0.0
     changed_early: frozenset[int] = frozenset()
@@ -319,20 +313,20 @@ class _Whole:
     def _compute(self, name: str, kind: str, seconds: float) -> None:
         self.streams.compute(f"{name} of layer {self.index}", kind, self.index, seconds)
 
-    def _adopt(self, frame: Frame, nbytes: Iterable[float], host_bytes: int) -> list[VirtualKept | None]:
+    def _adopt(self, frame: Frame, nbytes: Iterable[float], host_bytes: int) -> list[Virtual | None]:
         """Set what a frame will keep, and the bytes of its host block. None: an output of no bytes."""
-        kept: list[VirtualKept] = []
-        slots: list[VirtualKept | None] = []
+        kept: list[Virtual] = []
+        slots: list[Virtual | None] = []
         for size in nbytes:
-            slots.append(VirtualKept(len(kept), size, Extent(self.index, size)) if size > 0 else None)
+            slots.append(Virtual(self.index, size, len(kept)) if size > 0 else None)
             kept += slots[-1:] if size > 0 else []  # type: ignore[arg-type]
         self.engine.adopt(frame, VirtualLayout(kept, host_bytes))
         return slots
 
-    def _keep(self, frame: Frame, slots: Iterable[VirtualKept | None]) -> None:
+    def _keep(self, frame: Frame, slots: Iterable[Virtual | None]) -> None:
         for slot in slots:
             if slot is not None:
-                self.engine.keep(frame, slot, slot.extent)
+                self.engine.keep(frame, slot, slot)
 
 
 class _InTiles(_Whole):
@@ -358,7 +352,7 @@ class _InTiles(_Whole):
         if not self.placement.kind.recomputes_attention:
             self._attention = engine.begin(f"layer {self.index}, attention", self.placement)
         self._frames: list[Frame] = []
-        slots: list[list[VirtualKept | None]] = []
+        slots: list[list[Virtual | None]] = []
         for number in range(self._count):
             frame = engine.begin(f"layer {self.index}, tile {number}", self.placement)
             frame.ahead = True

@@ -16,11 +16,20 @@ from tests.profile.samples import make_sample
 GPT = str(Path(__file__).parents[2] / "ds_configs" / "models" / "gpt-7b.json")
 
 
+def by_kind(*kinds: dict, device: str = "NVIDIA A800-SXM4-80GB") -> dict:
+    return {
+        "device": device,
+        "kinds": [{"hidden": [4096], "dtype": "torch.bfloat16", "layer": "in words"} | kind for kind in kinds],
+    }
+
+
 def profile(
     layers: int, slower: float = 1.0, link: float = 20e9, ranks_per_sequence: int = 8, key: dict | None = None
 ) -> Profile:
     samples = tuple(make_sample(length, slower=slower, hidden=2 * 4096) for length in (1024, 2048))
-    return Profile(key or {}, "fit", (LayerProfile("layer 0", samples),), (0,) * layers, link, link, 8, ranks_per_sequence)
+    return Profile(
+        key or by_kind({}), "fit", (LayerProfile("layer 0", samples),), (0,) * layers, link, link, 8, ranks_per_sequence
+    )
 
 
 def ask(capsys, path: Path, *words: str) -> dict:
@@ -59,24 +68,14 @@ def test_one_ranks_profile_stands_for_ranks_that_share_a_sequence(capsys, tmp_pa
     assert there == pytest.approx(computed + sent, rel=1e-3)
 
 
-ONE_FOR_ALL = {"device": "NVIDIA A800-SXM4-80GB", "hidden": [4096], "dtype": "torch.bfloat16", "kinds": ["a layer in words"]}
-
-
-def by_kind(*kinds: dict, device: str = "NVIDIA A800-SXM4-80GB") -> dict:
-    return {
-        "device": device,
-        "kinds": [{"hidden": [4096], "dtype": "torch.bfloat16", "layer": "in words"} | kind for kind in kinds],
-    }
-
-
 @pytest.mark.parametrize(
     ("text", "says"),
     [
         ("{}", "format"),
         (to_json(replace(profile(4), kinds=2 * profile(4).kinds, layers=(0, 1, 0, 1))), "4 layers of 2 kinds, gpt-7b has 32"),
         ("\0", "JSON"),
-        (100_000 * "[", "recursion"),
-        (to_json(profile(32, key=ONE_FOR_ALL | {"hidden": [2048]})), "hidden size 2048, gpt-7b has 4096"),
+        (100_000 * "[", "nested too deeply"),
+        (to_json(profile(32, key=by_kind({"hidden": [2048]}))), "hidden size 2048, gpt-7b has 4096"),
         (to_json(profile(32, key=by_kind({}, {"hidden": [2048]}))), "hidden size 2048 and 4096, gpt-7b has 4096"),
     ],
 )
@@ -90,13 +89,11 @@ def test_another_profile_is_refused(capsys, tmp_path, text, says):
 @pytest.mark.parametrize(
     ("key", "says"),
     [
-        (ONE_FOR_ALL, None),
         (by_kind({}, {}), None),
-        ({}, None),
-        (ONE_FOR_ALL | {"device": "cpu, 8 threads"}, "on cpu, 8 threads in bfloat16, method fit; asked is a800"),
+        (by_kind({}, device="cpu, 8 threads"), "on cpu, 8 threads in bfloat16, method fit; asked is a800"),
         (by_kind({}, {}, device="NVIDIA H200"), "on NVIDIA H200 in bfloat16, method fit; asked is a800"),
         (by_kind({}, {"dtype": "torch.float32"}), "in bfloat16 and float32, method fit; asked is a800 in bfloat16"),
-        (ONE_FOR_ALL | {"dtype": "torch.float32"}, "in float32"),
+        (by_kind({"dtype": "torch.float32"}), "in float32"),
     ],
 )
 def test_a_profile_of_another_machine_or_dtype_is_noted(capsys, tmp_path, key, says):
