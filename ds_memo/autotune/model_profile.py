@@ -50,7 +50,6 @@ class Profiling:
         self.in_tiles = config.tile_tokens != 0
         """Measure layers in tiles, too."""
         self._config = config
-        self._layers: Sequence[Layer] = ()
         self._of_layers: Sequence[int] = ()
         self._host = host
         self._device = device
@@ -70,9 +69,9 @@ class Profiling:
             Failed: nothing can be measured, or a layer's costs depend on an encoder's length, too; all ranks know.
             MemoError: ranks are configured differently.
         """
-        self._layers, self._of_layers = layers, of_layers
+        self._of_layers = of_layers
         refuse_differences('the "memo" section', from_all_ranks(_configured(self._config)))
-        refuse_differences("the model", from_all_ranks({"layers": len(self._layers), "layer": layer_in_words(self._layers[0])}))
+        refuse_differences("the model", from_all_ranks({"layers": len(layers), "layer": layer_in_words(layers[0])}))
         asked = self._asked(worth_measuring(layers, of_layers, calls), from_all_ranks)
         if not asked.calls:
             raise Failed(["no layer wants a gradient, or none that all ranks call"])
@@ -155,7 +154,6 @@ class Profiling:
             full[kind] = min(said)
             lengths[kind] = lengths_of(method, full[kind], call.width, all(can_shorten))
         return Asked(
-            layers=self._layers,
             kinds=self._of_layers,
             calls=calls,
             method=method,

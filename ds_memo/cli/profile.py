@@ -11,7 +11,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,29 +33,21 @@ _BACKWARD = 2.5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", required=True, metavar="CONFIG.json", help="a Hugging Face config, or a folder with one")
-    parser.add_argument(
-        "--seq-length", required=True, type=tokens, metavar="S", help="tokens of a sequence on one rank: 131072, 128K, 1M"
-    )
-    parser.add_argument("--batch", type=count, default=1, metavar="N", help="sequences at a time (default: 1)")
-    parser.add_argument("--dtype", choices=_DTYPES, default="bf16", help="of weights and activations (default: %(default)s)")
-    parser.add_argument(
-        "--method",
-        choices=("fit", "direct"),
-        default="fit",
-        help="fit: two short lengths and a longer one that checks them (default); direct: the whole length",
-    )
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
-    parser.add_argument("--attn-implementation", default="sdpa", metavar="NAME", help="of Transformers (default: %(default)s)")
-    parser.add_argument("--host-memory-gib", type=gib, metavar="X", help="of this node, for activations (default: what is free)")
-    parser.add_argument(
-        "--nvme",
-        action="append",
-        metavar="PATH",
-        help="measure the drive of this directory, too, as memo.nvme.path; several times: blocks are striped over all",
-    )
-    parser.add_argument("-o", "--output", metavar="FILE", help="write the profile here, as JSON")
-    parser.add_argument("--json", action="store_true", help="print the profile as JSON in place of the summary")
+    option = parser.add_argument
+    option("--model", required=True, metavar="CONFIG.json", help="a Hugging Face config, or a folder with one")
+    lengths = "tokens of a sequence on one rank: 131072, 128K, 1M"
+    option("--seq-length", required=True, type=tokens, metavar="S", help=lengths)
+    option("--batch", type=count, default=1, metavar="N", help="sequences at a time (default: 1)")
+    option("--dtype", choices=_DTYPES, default="bf16", help="of weights and activations (default: %(default)s)")
+    method = "fit: two short lengths and a longer one that checks them (default); direct: the whole length"
+    option("--method", choices=("fit", "direct"), default="fit", help=method)
+    option("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    option("--attn-implementation", default="sdpa", metavar="NAME", help="of Transformers (default: %(default)s)")
+    option("--host-memory-gib", type=gib, metavar="X", help="of this node, for activations (default: what is free)")
+    drive = "measure the drive of this directory, too, as memo.nvme.path; several times: blocks are striped over all"
+    option("--nvme", action="append", metavar="PATH", help=drive)
+    option("-o", "--output", metavar="FILE", help="write the profile here, as JSON")
+    option("--json", action="store_true", help="print the profile as JSON in place of the summary")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -63,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     if args.output:
         _check_output(Path(args.output))
     with _ranks(args.device) as (device, rank):
-        say = _say if rank == 0 else _nothing
+        say = _say if rank == 0 else lambda line: None
         profile = _measure(args, device, say)
         if rank > 0:
             return 0
@@ -100,7 +92,6 @@ def _measure(args: argparse.Namespace, device: torch.device, say: Callable[[str]
         if len(lengths) > 1 and not all(call.can_shorten() for call in calls.values()):  # the length equals the batch
             calls = _calls(memo.remat, model, kinds, args.batch, lengths[-1] + 1, device)
         asked = Asked(
-            layers=memo.layers,
             kinds=kinds,
             calls=calls,
             method=args.method,
@@ -129,17 +120,10 @@ def _drives(paths: list[str], host_budget: int, device: torch.device, say: Calla
     say(f"measuring the drives of {', '.join(paths)}")
     config = memo_config({"nvme": {"path": paths}}).nvme
     assert config is not None
-    streams = streams_for(device)
-    try:
-        files = open_files(
-            config, device, streams, lambda nbytes: min(from_all_ranks(nbytes)), lambda line: say(f"warning: {line}")
-        )
-        try:
+    with closing(streams_for(device)) as streams:
+        room, warn = lambda nbytes: min(from_all_ranks(nbytes)), lambda line: say(f"warning: {line}")
+        with closing(open_files(config, device, streams, room, warn)) as files:
             mine = together(lambda: measure_drives(files, min(host_budget, BLOCK * BLOCKS), device))
-        finally:
-            files.close()
-    finally:
-        streams.close()
     written, read = (min(rates) for rates in zip(*from_all_ranks(mine), strict=True))
     return {"directories": paths, "write_bytes_per_s": written, "read_bytes_per_s": read}
 
@@ -293,10 +277,6 @@ def _say(line: str) -> None:
     print(f"ds-memo profile: {quoted(line, MOST_MESSAGE)}", file=sys.stderr, flush=True)
 
 
-def _nothing(line: str) -> None:
-    pass
-
-
 def _check_model(path: Path) -> None:
     """Refuse a config that is no regular file or too long: Transformers would read ``/dev/zero`` for ever."""
     config = path / "config.json" if path.is_dir() else path
@@ -311,8 +291,6 @@ def _check_output(path: Path) -> None:
     name = quoted(str(path), 400)
     if path.is_dir():
         raise MemoError(f"-o {name}: is a folder, expected a file")
-    if not path.parent.is_dir():
-        raise MemoError(f"-o {name}: there is no folder {quoted(str(path.parent), 400)}")
     try:
         tempfile.TemporaryFile(dir=path.parent).close()
     except OSError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 
 from ds_memo.estimate import layout as layouts
@@ -25,11 +24,10 @@ def estimate(question: Question) -> Estimate:
     return max(answers, key=lambda a: ((OOM, OOHM, OK).index(a.status), a.tgs or -a.device_total))
 
 
-def candidates(question: Question) -> Iterable[Layout]:
+def candidates(question: Question) -> list[Layout]:
     q = question
     split = q.tp is not None or q.cp is not None
     zero = q.zero if q.zero is not None else 1 if split and q.offload != "all" else 3
-    found: Iterable[Layout]
     if (q.tp, q.cp, q.sp) == (None, None, None):
         found = layouts.ulysses(q.model, q.gpus, zero, q.batch)
     else:

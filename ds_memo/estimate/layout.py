@@ -8,7 +8,6 @@ dp   data parallel: each replica takes its own sequences
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -43,9 +42,7 @@ class Layout:
         return self.gpus // self.tp
 
     def __str__(self) -> str:
-        split = [
-            f"{name} {size}" for name, size in (("tp", self.tp), ("cp", self.cp), ("sp", self.sp), ("dp", self.dp)) if size > 1
-        ]
+        split = [f"{name} {size}" for name in ("tp", "cp", "sp", "dp") if (size := getattr(self, name)) > 1]
         return ", ".join([*split, f"ZeRO {self.zero}", *([] if self.offload == "none" else [f"offload {self.offload}"])])
 
 
@@ -76,12 +73,9 @@ def largest_sp(model: Model, gpus: int) -> int:
     return max(_ulysses_sizes(model, gpus))
 
 
-def ulysses(model: Model, gpus: int, zero: int, batch: int) -> Iterator[Layout]:
-    """Yield Ulysses layouts: the least sp at which every replica has a sequence, and larger ones."""
-    sizes = _ulysses_sizes(model, gpus)
-    busy = [sp for sp in sizes if gpus // sp <= batch]
-    for sp in busy or sizes[-1:]:
-        yield Layout(gpus, sp=sp, zero=zero)
+def ulysses(model: Model, gpus: int, zero: int, batch: int) -> list[Layout]:
+    """Return Ulysses layouts: the least sp at which every replica has a sequence, and larger ones."""
+    return _busy([Layout(gpus, sp=sp, zero=zero) for sp in _ulysses_sizes(model, gpus)], batch)
 
 
 def every_cp(layout: Layout, batch: int) -> list[Layout]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,17 +43,12 @@ def build(path: Path, dtype: torch.dtype, attention: str, device: torch.device) 
         raise MemoError(f"profiling a model needs transformers and accelerate ({error}): pip install 'ds_memo[hf]'") from None
     if not path.exists():
         raise MemoError(f"model {str(path)!r}: no such file; expected a Hugging Face config JSON or a folder with one")
-    logging.getLogger("transformers").setLevel(logging.ERROR)
-    try:
+    with _building(path):
         config = AutoConfig.from_pretrained(path, local_files_only=True)
         config.use_cache = False
         _refuse_encoders(path, config)
         with init_empty_weights(include_buffers=False):  # buffers hold values, such as rotary frequencies
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
-    except MemoError:
-        raise
-    except Exception as error:  # a wrong config may raise anything
-        raise MemoError(f"model {path}: cannot be built ({type(error).__name__}: {_first_line(error)})") from None
     layers = [module for _, module in find_layers(model)]
     numbers = kinds_of(Layer(index, "", module) for index, module in enumerate(layers))
     never_run = {model.get_input_embeddings(), model.get_output_embeddings(), *layers}
@@ -78,10 +74,9 @@ def build_without_memory(data: dict[str, Any], name: str, attention: str, functi
         from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, AutoModel, AutoModelForCausalLM
     except ImportError as error:
         raise MemoError(f"an estimate needs transformers ({error}): pip install 'ds_memo[hf]'") from None
-    logging.getLogger("transformers").setLevel(logging.ERROR)
     AttentionInterface.register(attention, function)
     catch_attention()
-    try:
+    with _building(name):
         whole = CONFIG_MAPPING[data["model_type"]].from_dict(data)
         config = whole.get_text_config()
         config.use_cache = False
@@ -92,10 +87,19 @@ def build_without_memory(data: dict[str, Any], name: str, attention: str, functi
             raise MemoError(f"model {name}: {layers} layers, expected at most {MOST_LAYERS}")
         with torch.device("meta"):
             return made_by.from_config(config, dtype=torch.bfloat16, attn_implementation=attention).train()
+
+
+@contextmanager
+def _building(name: Path | str) -> Iterator[None]:
+    """Turn whatever a wrong config raises into a MemoError of one line."""
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    try:
+        yield
     except MemoError:
         raise
-    except Exception as error:  # a wrong config may raise anything
-        raise MemoError(f"model {name}: cannot be built ({type(error).__name__}: {_first_line(error)})") from None
+    except Exception as error:
+        why = next(iter(str(error).strip().splitlines()), "no reason given")
+        raise MemoError(f"model {name}: cannot be built ({type(error).__name__}: {why})") from None
 
 
 def knows(model_type: object) -> bool:
@@ -134,8 +138,3 @@ def _fill(module: nn.Module, device: torch.device) -> None:
     for name, buffer in module._buffers.items():
         if buffer is not None:
             module._buffers[name] = buffer.to(device)
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else "no reason given"

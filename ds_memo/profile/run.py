@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from functools import partial
@@ -80,8 +80,7 @@ class Asked:
     """A request to `take_profile`: which layer calls to measure, and how.
 
     Args:
-        layers: all layers of the model, in order.
-        kinds: the kind of each layer; from kinds_of.
+        kinds: the kind of each layer of the model, in order; from kinds_of.
         calls: the first call of each kind; kinds without one are not measured.
         method: fit or direct.
         lengths: by kind, from lengths_of; the same on all ranks, whose layers may wait for each other.
@@ -89,7 +88,6 @@ class Asked:
         host_budget: host bytes of this rank.
     """
 
-    layers: Sequence[Layer]
     kinds: Sequence[int]
     calls: Mapping[int, LayerCall]
     method: str
@@ -156,9 +154,9 @@ def take_profile(asked: Asked, warn: Callable[[str], None], progress: Callable[[
     begin = time.perf_counter()
     _wake(asked.device)
     kinds = measure_kinds(asked, warn, progress)
-    with _copy_bench(asked) as bench:  # together() lets all ranks start at once
-        d2h = together(partial(bench.rate, D2H))
-        h2d = together(partial(bench.rate, H2D))
+    with ExitStack() as stack:  # together() lets all ranks start at once
+        bench = together(lambda: stack.enter_context(closing(CopyBench(asked.device, asked.host_budget))))
+        d2h, h2d = (together(partial(bench.rate, way)) for way in (D2H, H2D))
     progress(f"copies: {d2h / 1e9:.3g} GB/s to the host, {h2d / 1e9:.3g} GB/s back")
     measured = {
         "when": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -294,17 +292,6 @@ def _profile(name: str, samples: list[LayerSample], warn: Callable[[str], None])
     lengths = f"{samples[0].length} and {samples[1].length}"
     warn(f"profile: {name} at {samples[2].length} tokens {how} through {lengths}; the longer two are used instead")
     return LayerProfile(name, tuple(samples[1:]))
-
-
-@contextmanager
-def _copy_bench(asked: Asked) -> Iterator[CopyBench]:
-    benches: list[CopyBench] = []
-    try:
-        together(lambda: benches.append(CopyBench(asked.device, asked.host_budget)))
-        yield benches[0]
-    finally:
-        for bench in benches:
-            bench.close()
 
 
 def _refuse_gathering(name: str, needed: int, free: int) -> None:

@@ -143,7 +143,7 @@ def test_nothing_is_left(capsys):
         (("--model", TINY, "--host-memory-gib", "-1"), "GiB above 0"),
         (("--model", TINY, "--attn-implementation", "fastest"), "fastest"),
         (("--model", TINY, "--frobnicate"), "frobnicate"),
-        (("--model", TINY, "-o", "/nowhere/at/all.json"), "no folder"),
+        (("--model", TINY, "-o", "/nowhere/at/all.json"), "No such file"),
         (("--model", TINY, "-o", str(ROOT)), "is a folder"),
         (("--model", TINY, "-o", "/proc/profile.json"), "cannot be written to"),
         ((), "--model"),

@@ -37,7 +37,7 @@ def test_a_cpu_is_not_woken(monkeypatch):
 def test_times_of_a_gpu_that_was_woken_otherwise_are_not_used_again(monkeypatch):
     """Profiles before had 0.3 s of warm-up, ones for data, and copies within the CPU's cache. Their key says nothing of it."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
-    asked = run.Asked([], [], {}, "fit", {}, {}, torch.device("cuda", 0), host_budget=0)
+    asked = run.Asked([], {}, "fit", {}, {}, torch.device("cuda", 0), host_budget=0)
     key = asked.key()
     assert key["conditions"] == {"waking_s": run.WAKING_S, "host_span": run.SPAN}
     monkeypatch.setattr(run, "WAKING_S", 0.3)
