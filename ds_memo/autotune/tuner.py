@@ -438,7 +438,7 @@ class Tuner:
         hidden_bytes = max(inputs, default=0)  # where it came inside of something, it is not kept
         forward, between, backward = bytes_of_layers(passed.run, passed.solution.kinds, passed.solution.alpha)
         if calls == 1 and len(passed.run.layers) == len(passed.solved):
-            by_layer = [dict(zip(passed.solved, nbytes.tolist(), strict=True)) for nbytes in (forward, backward)]
+            by_layer = [dict(zip(passed.solved, nbytes, strict=True)) for nbytes in (forward, backward)]
         else:  # more than one call of each: it is not known which is which
             by_layer = [{}, {}]
         logged = self._addresses.non_layer_memory(hidden_bytes, *by_layer)

@@ -10,17 +10,14 @@ memory this is torch.utils.checkpoint.
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 
-import numpy as np
-
-from ds_memo.placement import PlacementKind, spread
+from ds_memo.placement import PlacementKind
 from ds_memo.solve.memory import device_bytes, most_that_fit, swapped_bytes
-from ds_memo.solve.placement_kinds import place
+from ds_memo.solve.placement_kinds import Kinds, place, put, swapped
 from ds_memo.solve.run_costs import LayerCosts, RunCosts
 
 
-def last_resort(run: RunCosts, resident_layers: int | None) -> np.ndarray | None:
+def last_resort(run: RunCosts, resident_layers: int | None) -> Kinds | None:
     """Return the kinds of placements that recompute least, or None if nothing fits.
 
     Args:
@@ -35,12 +32,12 @@ def last_resort(run: RunCosts, resident_layers: int | None) -> np.ndarray | None
     return _packed(run, residents, keeping) if keeping >= 0 else None
 
 
-def inputs_alone(run: RunCosts, residents: int) -> np.ndarray | None:
+def inputs_alone(run: RunCosts, residents: int) -> Kinds | None:
     """Return the kinds with all attention recomputed and as many inputs on the device as it holds; None: not even 0."""
     return _most_without_gemms(run, residents, 0)
 
 
-def fewest_without_gemms(run: RunCosts, residents: int) -> np.ndarray:
+def fewest_without_gemms(run: RunCosts, residents: int) -> Kinds:
     """Return the kinds with all attention recomputed and only those inputs on the device that the host has no room for."""
     others = len(run.layers) - residents
     swapped = most_that_fit(
@@ -56,7 +53,7 @@ def _attention_saves_more(run: RunCosts) -> bool:
     return saved_by_attention * gemms > saved_by_gemms * attention
 
 
-def _packed(run: RunCosts, residents: int, keeping: int) -> np.ndarray | None:
+def _packed(run: RunCosts, residents: int, keeping: int) -> Kinds | None:
     """Return kinds with this many resident layers and this many others that keep their attention output; None: they do not fit.
 
     Layers on the device recompute attention first. If that does not fit, swapped ones do: their reload buffers get smaller.
@@ -69,7 +66,7 @@ def _packed(run: RunCosts, residents: int, keeping: int) -> np.ndarray | None:
     return None
 
 
-def _most_without_gemms(run: RunCosts, residents: int, keeping: int, swapped_first: bool = False) -> np.ndarray | None:
+def _most_without_gemms(run: RunCosts, residents: int, keeping: int, swapped_first: bool = False) -> Kinds | None:
     def fits(without_gemms: int) -> bool:
         return device_bytes(run, _split(run, residents, keeping, without_gemms, swapped_first), 0.0) <= run.device_budget
 
@@ -77,7 +74,7 @@ def _most_without_gemms(run: RunCosts, residents: int, keeping: int, swapped_fir
     return _split(run, residents, keeping, without_gemms, swapped_first) if without_gemms >= 0 else None
 
 
-def _split(run: RunCosts, residents: int, keeping: int, without_gemms: int, swapped_first: bool = False) -> np.ndarray:
+def _split(run: RunCosts, residents: int, keeping: int, without_gemms: int, swapped_first: bool = False) -> Kinds:
     """Return kinds with these numbers of layers. The attention outputs that save the least time per byte are recomputed first.
 
     Args:
@@ -86,22 +83,15 @@ def _split(run: RunCosts, residents: int, keeping: int, without_gemms: int, swap
         swapped_first: among like layers, swapped ones recompute attention first: their reload buffers get smaller, but compute
             waits for them. Otherwise those on the device do.
     """
-    kinds, others = place(len(run.layers), residents).copy(), _others(len(run.layers), residents)
-    kinds[others[list(spread(len(others), without_gemms))]] = PlacementKind.GEMMS_RECOMPUTED
-    cheapest, again = others, max(0, len(others) - keeping)
+    kinds = list(place(len(run.layers), residents))
+    others = swapped(kinds)
+    put(kinds, others, without_gemms, PlacementKind.GEMMS_RECOMPUTED)
+    again = max(0, len(others) - keeping)
     if 0 < again < len(others):  # else their order does not matter
-        layers, numbers = run.distinct
-        worth = np.array([_seconds_per_byte(layer) for layer in layers])[numbers[others]]
-        on_device = kinds[others] == PlacementKind.GEMMS_RECOMPUTED
-        cheapest = others[np.lexsort((on_device == swapped_first, worth))]
-    kinds[cheapest[:again]] += 1  # the same kind with attention recomputed
+        others.sort(key=lambda index: (_seconds_per_byte(run.layers[index]), kinds[index].on_device == swapped_first))
+    for index in others[:again]:
+        kinds[index] = PlacementKind(kinds[index] + 1)  # the same kind with attention recomputed
     return kinds
-
-
-@lru_cache(maxsize=1 << 10)
-def _others(layers: int, residents: int) -> np.ndarray:
-    """Return the indices of the layers that are not resident."""
-    return np.flatnonzero(place(layers, residents) == PlacementKind.SWAPPED)
 
 
 def _seconds_per_byte(layer: LayerCosts) -> float:

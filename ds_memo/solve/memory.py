@@ -10,11 +10,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 
-import numpy as np
-
 from ds_memo.placement import Placement, PlacementKind
 from ds_memo.solve.alpha import ALPHA_STEPS
-from ds_memo.solve.placement_kinds import ON_DEVICE, RECOMPUTES_ATTENTION, Kinds, swapped
+from ds_memo.solve.placement_kinds import Kinds, swapped
 from ds_memo.solve.run_costs import LayerCosts, RunCosts, TileCosts
 
 PARTS = ("frames", "reload_buffers", "layer", "head", "non_layer")
@@ -24,23 +22,22 @@ frame; non-layer memory between forward and backward, and at other times."""
 
 def device_bytes(run: RunCosts, kinds: Kinds, alpha: float) -> int:
     """Return the most bytes alive at once in a pass."""
-    return int(_moments(run, kinds, alpha).sum(axis=0).max())
+    return max(map(sum, _moments(run, kinds, alpha)))
 
 
 def device_bytes_by_part(run: RunCosts, kinds: Kinds, alpha: float) -> dict[str, int]:
     """Return the bytes at the moment of a pass when most are alive, by PARTS."""
-    moments = _moments(run, kinds, alpha)
-    return dict(zip(PARTS, moments[:, moments.sum(axis=0).argmax()].tolist(), strict=True))
+    return dict(zip(PARTS, max(_moments(run, kinds, alpha), key=sum), strict=True))
 
 
-def bytes_of_layers(run: RunCosts, kinds: Kinds, alpha: float) -> tuple[np.ndarray, int, np.ndarray]:
+def bytes_of_layers(run: RunCosts, kinds: Kinds, alpha: float) -> tuple[list[int], int, list[int]]:
     """Return the bytes of the layers alone: in each layer's forward, between forward and backward, in each layer's backward."""
-    n, layers = len(run.layers), _moments(run, kinds, alpha)[: PARTS.index("head")].sum(axis=0)
-    return layers[:n], int(layers[n]), layers[n + 1 :]
+    layers = [sum(moment[: PARTS.index("head")]) for moment in _moments(run, kinds, alpha)]
+    return layers[: len(kinds)], layers[len(kinds)], layers[len(kinds) + 1 :]
 
 
-def _moments(run: RunCosts, kinds: Kinds, alpha: float) -> np.ndarray:
-    """Return the bytes by PARTS and moment: each layer's forward, between forward and backward, each layer's backward.
+def _moments(run: RunCosts, kinds: Kinds, alpha: float) -> list[tuple[int, ...]]:
+    """Return the bytes by PARTS at each moment: each layer's forward, between forward and backward, each layer's backward.
 
     forward    a layer runs next to the frames below it on the device, and one swapped frame on its way out
     between    the last layer's frame joins them, with head and loss
@@ -50,37 +47,29 @@ def _moments(run: RunCosts, kinds: Kinds, alpha: float) -> np.ndarray:
     Of a swapped frame in tiles two tiles are on the device at once, and they come back during the layer's own backward. In that
     of attention it is one tile's hidden states.
     """
-    kinds = np.asarray(kinds)
-    n, stays = len(kinds), ON_DEVICE[kinds]
-    frame, forward, own, backward = _on_device(run, kinds, alpha)
-    below, next_swapped = _below(frame, kinds)
-    leaving = np.where(next_swapped >= 0, frame[next_swapped], 0)
-    layers, numbers = run.distinct
-    in_tiles = np.array([layer.in_tiles is not None for layer in layers])[numbers]
-    reload = np.where(RECOMPUTES_ATTENTION[kinds[next_swapped]] | in_tiles[next_swapped], 0, leaving)
-    moments = np.zeros((len(PARTS), 2 * n + 1), np.int64)
-    frames, buffers, layer, head, non_layer = moments
-    frames[:n], buffers[:n], layer[:n] = below, leaving, forward
-    frames[n], buffers[n], head[n] = below[-1] + stays[-1] * frame[-1], leaving[-1] + ~stays[-1] * frame[-1], run.head_bytes
-    frames[n + 1 :], buffers[n + 1 :], layer[n + 1 :] = below + stays * own, reload + ~stays * own, backward
-    non_layer[:n] = run.forward_bytes
-    non_layer[n + 1 :] = run.on_their_way
-    non_layer += run.working_bytes
-    return moments
-
-
-def _below(frame: np.ndarray, kinds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return for each layer the bytes of the frames below it on the device, and the next swapped layer below it or -1."""
-    on_device = ON_DEVICE[kinds]
-    held = np.cumsum(np.where(on_device, frame, 0))
-    swapped = np.maximum.accumulate(np.where(on_device, -1, np.arange(len(kinds))))
-    return np.concatenate(([0], held[:-1])), np.concatenate(([-1], swapped[:-1]))
+    alpha = math.ceil(2 * alpha) / 2  # it matters whether any rows are stored, and whether stored tiles are neighbours
+    forward: list[tuple[int, ...]] = []
+    backward: list[tuple[int, ...]] = []
+    frames = leaving = reload = last = 0
+    always, unreduced = run.working_bytes, run.backward_bytes or (0,) * len(kinds)
+    for layer, kind, gradients in zip(run.layers, kinds, unreduced, strict=True):
+        frame, in_forward, own, in_backward = _placed(layer, kind, alpha)
+        forward.append((frames, leaving, in_forward, 0, always + run.forward_bytes))
+        last = leaving
+        if kind.on_device:
+            backward.append((frames + own, reload, in_backward, 0, always + gradients))
+            frames += frame
+        else:
+            backward.append((frames, reload + own, in_backward, 0, always + gradients))
+            leaving, last = frame, last + frame
+            reload = 0 if kind.recomputes_attention or layer.in_tiles is not None else frame
+    return [*forward, (frames, last, 0, run.head_bytes, always), *backward]
 
 
 def swapped_bytes(run: RunCosts, kinds: Kinds, alpha: float) -> int:
     """Return the bytes of all host blocks."""
     calls = Counter((run.layers[call], kinds[call]) for call in swapped(kinds))
-    return sum(count * layer.host_bytes(Placement(PlacementKind(kind), alpha)) for (layer, kind), count in calls.items())
+    return sum(count * layer.host_bytes(Placement(kind, alpha)) for (layer, kind), count in calls.items())
 
 
 def host_cap(layers: Sequence[LayerCosts], budget: int) -> float:
@@ -106,27 +95,12 @@ def most_that_fit(high: int, fits: Callable[[int], bool]) -> int:
     return low
 
 
-def _on_device(run: RunCosts, kinds: np.ndarray, alpha: float) -> tuple[np.ndarray, ...]:
-    """Return for each layer the device bytes of its frame, the further bytes of its forward, what is there of its frame at the
-    peak of its backward, and the further bytes then."""
-    layers, numbers = run.distinct
-    return tuple(_by_kind(tuple(layers), math.ceil(2 * alpha) / 2)[:, numbers, kinds])
-
-
-@lru_cache(maxsize=1 << 6)
-def _by_kind(layers: tuple[LayerCosts, ...], alpha: float) -> np.ndarray:
-    """Return the same four numbers by layer and kind.
-
-    Args:
-        alpha: 0, or rounded up to 0.5 or 1: it matters whether any rows are stored, and whether stored tiles are neighbours.
-    """
-    placements = [Placement(kind, alpha) for kind in PlacementKind]
-    return np.array([[_placed(layer, placement) for placement in placements] for layer in layers], np.int64).transpose(2, 0, 1)
-
-
-def _placed(layer: LayerCosts, placement: Placement) -> tuple[int, int, int, int]:
-    again = placement.kind.recomputes_attention
-    if placement.kind is PlacementKind.NO_RECOMPUTE:
+@lru_cache(maxsize=1 << 12)
+def _placed(layer: LayerCosts, kind: PlacementKind, alpha: float) -> tuple[int, int, int, int]:
+    """Return the device bytes of a layer's frame, the further bytes of its forward, what is there of its frame at the peak of its
+    backward, and the further bytes then."""
+    placement, again = Placement(kind, alpha), kind.recomputes_attention
+    if kind is PlacementKind.NO_RECOMPUTE:
         # Autograd's saved tensors are alive from the forward on; a resident layer makes them in its replay.
         kept, working = layer.no_recompute_bytes, layer.in_tiles.working_whole if layer.in_tiles else layer.working
         return kept, max(working.forward, kept), kept, max(0, layer.frame_bytes + working.backward - kept)
@@ -137,7 +111,7 @@ def _placed(layer: LayerCosts, placement: Placement) -> tuple[int, int, int, int
         frame, working = layer.smallest_frame_bytes, layer.working_without_attention
     else:
         frame, working = layer.small_frame_bytes, layer.working_at_0
-    if layer.in_tiles is None or placement.kind.on_device:
+    if layer.in_tiles is None or kind.on_device:
         return frame, working.forward, frame, working.backward
     return _in_tiles(layer, layer.in_tiles, placement)
 

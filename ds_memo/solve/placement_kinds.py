@@ -1,41 +1,33 @@
-"""The kinds of the layers' placements as an array, one number of :class:`ds_memo.placement.PlacementKind` per layer call."""
+"""The kinds of the layer calls' placements, in the order of the forward."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
 
-import numpy as np
-
 from ds_memo.placement import PlacementKind, spread
 
-Kinds = np.ndarray | Sequence[PlacementKind]
-
-ON_DEVICE = np.array([kind.on_device for kind in PlacementKind])
-RECOMPUTES_ATTENTION = np.array([kind.recomputes_attention for kind in PlacementKind])
-WITHOUT_GEMMS = np.array([kind.without_gemms for kind in PlacementKind])
-"""Three masks, indexed by kind."""
+Kinds = Sequence[PlacementKind]
 
 
 @lru_cache(maxsize=1 << 12)
-def place(layers: int, residents: int, no_recompute: int = 0) -> np.ndarray:
+def place(layers: int, residents: int, no_recompute: int = 0) -> tuple[PlacementKind, ...]:
     """Return the kinds with this many residents and layers without recompute, spread evenly; the others are swapped.
 
     The layers without recompute depend on their number alone, not on the residents', so ranks need only agree on that number.
     """
-    kinds = np.full(layers, PlacementKind.SWAPPED)
-    kinds[list(spread(layers, no_recompute))] = PlacementKind.NO_RECOMPUTE
-    others = np.flatnonzero(kinds == PlacementKind.SWAPPED)
-    kinds[others[list(spread(len(others), residents))]] = PlacementKind.ON_DEVICE
-    kinds.flags.writeable = False  # cached
-    return kinds
+    kinds = [PlacementKind.SWAPPED] * layers
+    put(kinds, range(layers), no_recompute, PlacementKind.NO_RECOMPUTE)
+    put(kinds, swapped(kinds), residents, PlacementKind.ON_DEVICE)
+    return tuple(kinds)
+
+
+def put(kinds: list[PlacementKind], layers: Sequence[int], count: int, kind: PlacementKind) -> None:
+    """Give `count` of these layers another kind, spread evenly."""
+    for number in spread(len(layers), count):
+        kinds[layers[number]] = kind
 
 
 def swapped(kinds: Kinds) -> list[int]:
     """Return the indices of the swapped layers."""
-    return np.flatnonzero(~ON_DEVICE[np.asarray(kinds)]).tolist()
-
-
-def count(kinds: Kinds, mask: np.ndarray) -> int:
-    """Return the number of layers whose kind is in one of the masks above."""
-    return int(np.count_nonzero(mask[np.asarray(kinds)]))
+    return [index for index, kind in enumerate(kinds) if not kind.on_device]

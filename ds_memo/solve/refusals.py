@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
-
 from ds_memo.errors import MemoError
 from ds_memo.solve.last_resort import fewest_without_gemms, inputs_alone
 from ds_memo.solve.memory import device_bytes, host_cap, swapped_bytes
-from ds_memo.solve.placement_kinds import WITHOUT_GEMMS, Kinds, count, place, swapped
+from ds_memo.solve.placement_kinds import Kinds, place, swapped
 from ds_memo.solve.run_costs import RunCosts
 from ds_memo.units import GIB
 
@@ -101,17 +99,20 @@ def nothing_fits(run: RunCosts, residents: int) -> NothingFits:
         what = (
             f"even with {f'the {residents} resident layers asked for' if residents else 'no resident layer'} and alpha 0 a step"
         )
-        if without := count(least, WITHOUT_GEMMS):
+        if without := sum(kind.without_gemms for kind in least):
             what += f", with the inputs of {without} layers that the host has no room for,"
         what = f"device memory: {_beside_states(run, f'{what} needs', device_needed)}"
         return _refused("device", what, _LESS_NON_LAYER, device_needed, run.device_budget, device_needed)
-    need, more = swapped_bytes(run, on_device, 0.0), np.flatnonzero(WITHOUT_GEMMS[on_device])
-    room = f", and the device has room for those of {len(more)} more" if len(more) else ""
+    need, more = (
+        swapped_bytes(run, on_device, 0.0),
+        [layer for layer, kind in zip(run.layers, on_device, strict=True) if kind.without_gemms],
+    )
+    room = f", and the device has room for those of {len(more)} more" if more else ""
     what = (
         f"{host_words(run)}: the inputs of {len(swapped(on_device))} swapped layers alone need {need / GIB:.3g} GiB, "
         f"{run.host_budget / GIB:.3g} GiB are available to this rank{room}"
     )
-    elsewhere = sum(run.layers[index].smallest_frame_bytes for index in more)
+    elsewhere = sum(layer.smallest_frame_bytes for layer in more)
     return _refused(
         "host",
         what,

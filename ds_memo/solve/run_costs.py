@@ -14,8 +14,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-import numpy as np
-
 from ds_memo.placement import Placement, PlacementKind, Tiles, stored_rows
 from ds_memo.units import ALIGN, round_up
 
@@ -218,18 +216,6 @@ class RunCosts:
     """How its layers run in tiles; None: they run whole."""
     nvme: NvmeCosts | None = None
     """None: host blocks stay in host memory."""
-
-    @cached_property
-    def distinct(self) -> tuple[list[LayerCosts], np.ndarray]:
-        """The distinct layers, and each layer's index among them."""
-        numbers: dict[LayerCosts, int] = {}
-        of_layers = [numbers.setdefault(layer, len(numbers)) for layer in self.layers]
-        return list(numbers), np.array(of_layers)
-
-    @cached_property
-    def on_their_way(self) -> np.ndarray:
-        """Bytes of unreduced gradients, by layer."""
-        return np.array(self.backward_bytes or (0,), np.int64)
 
     def non_layer_bytes(self) -> dict[str, int]:
         """Return the non-layer memory in bytes, by the part of the step that needs it."""

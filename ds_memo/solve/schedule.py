@@ -20,7 +20,7 @@ from ds_memo.placement import Placement, PlacementKind
 from ds_memo.solve.files import Files
 from ds_memo.solve.legs import Leg
 from ds_memo.solve.placement_kinds import Kinds
-from ds_memo.solve.run_costs import RunCosts
+from ds_memo.solve.run_costs import LayerCosts, RunCosts
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,9 @@ class Schedule:
 
     def __init__(self, run: RunCosts, kinds: Kinds) -> None:
         self.run = run
-        numbers: dict[tuple, int] = {}
+        numbers: dict[tuple[LayerCosts, PlacementKind], int] = {}
         self._numbers = [numbers.setdefault(pair, len(numbers)) for pair in zip(run.layers, kinds, strict=True)]
-        self._distinct = [(layer, PlacementKind(kind)) for layer, kind in numbers]
+        self._distinct = list(numbers)
         self._legs = [Leg.of(layer, run, kind) for layer, kind in self._distinct]
         self._swapped_below: list[int] = []
         """Index of the next swapped layer below each; -1: there is none."""

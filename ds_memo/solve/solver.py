@@ -14,7 +14,7 @@ from ds_memo.solve.alpha import best_alpha
 from ds_memo.solve.last_resort import last_resort
 from ds_memo.solve.memory import device_bytes, host_cap, most_that_fit, swapped_bytes
 from ds_memo.solve.nvme import configured, larger_host, refused, with_files
-from ds_memo.solve.placement_kinds import RECOMPUTES_ATTENTION, WITHOUT_GEMMS, Kinds, count, place, swapped
+from ds_memo.solve.placement_kinds import Kinds, place, swapped
 from ds_memo.solve.refusals import (
     NothingFits,
     files_too_small,
@@ -178,7 +178,7 @@ def _checkpointed(run: RunCosts, resident_layers: int | None) -> Solution:
     kinds = last_resort(run, resident_layers)
     if kinds is None:
         raise nothing_fits(run, resident_layers or 0)
-    return _with_rows(run, kinds, "last resort" if count(kinds, RECOMPUTES_ATTENTION) else host_words(run))
+    return _with_rows(run, kinds, "last resort" if any(kind.recomputes_attention for kind in kinds) else host_words(run))
 
 
 def _with_fewer_copies(run: RunCosts, resident_layers: int | None, solution: Solution) -> Solution:
@@ -250,7 +250,7 @@ def _with_rows(run: RunCosts, kinds: Kinds, because: str) -> Solution:
     if (layers := _swapped_layers(run, kinds)) and _fits(run, kinds, 1.0):
         schedule = Schedule(run, kinds)
         alpha = best_alpha(lambda alpha: schedule.at(alpha).seconds, max(0.0, host_cap(layers, run.host_budget)))
-    attention, gemms = count(kinds, RECOMPUTES_ATTENTION), count(kinds, WITHOUT_GEMMS)
+    attention, gemms = sum(kind.recomputes_attention for kind in kinds), sum(kind.without_gemms for kind in kinds)
     again = f"{attention} of {n} layers recompute attention; " if attention else ""
     without = f"{gemms} of {n} layers stay on the device without GEMM outputs; " if gemms else ""
     on_host = f"{of_budget(swapped_bytes(run, kinds, alpha), run.host_budget)} GiB of {host_words(run)} at alpha {alpha:.4g}"
