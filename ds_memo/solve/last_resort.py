@@ -13,8 +13,11 @@ import math
 
 from ds_memo.placement import PlacementKind
 from ds_memo.solve.memory import device_bytes, most_that_fit, swapped_bytes
-from ds_memo.solve.placement_kinds import Kinds, place, put, swapped
+from ds_memo.solve.placement_kinds import FIRST_ON_DEVICE, Kinds, place, put, swapped
 from ds_memo.solve.run_costs import LayerCosts, RunCosts
+
+_AGAIN = {kind: PlacementKind(kind + 1) for kind in (PlacementKind.SWAPPED, PlacementKind.GEMMS_RECOMPUTED)}
+"""The same kinds with attention recomputed."""
 
 
 def last_resort(run: RunCosts, resident_layers: int | None) -> Kinds | None:
@@ -88,9 +91,10 @@ def _split(run: RunCosts, residents: int, keeping: int, without_gemms: int, swap
     put(kinds, others, without_gemms, PlacementKind.GEMMS_RECOMPUTED)
     again = max(0, len(others) - keeping)
     if 0 < again < len(others):  # else their order does not matter
-        others.sort(key=lambda index: (_seconds_per_byte(run.layers[index]), kinds[index].on_device == swapped_first))
+        worth = {layer: _seconds_per_byte(layer) for layer in set(run.layers)}
+        others.sort(key=lambda index: (worth[run.layers[index]], (kinds[index] >= FIRST_ON_DEVICE) == swapped_first))
     for index in others[:again]:
-        kinds[index] = PlacementKind(kinds[index] + 1)  # the same kind with attention recomputed
+        kinds[index] = _AGAIN[kinds[index]]
     return kinds
 
 

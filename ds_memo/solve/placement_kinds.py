@@ -9,6 +9,8 @@ from ds_memo.placement import PlacementKind, spread
 
 Kinds = Sequence[PlacementKind]
 
+FIRST_ON_DEVICE = PlacementKind.GEMMS_RECOMPUTED
+
 
 @lru_cache(maxsize=1 << 12)
 def place(layers: int, residents: int, no_recompute: int = 0) -> tuple[PlacementKind, ...]:
@@ -30,4 +32,4 @@ def put(kinds: list[PlacementKind], layers: Sequence[int], count: int, kind: Pla
 
 def swapped(kinds: Kinds) -> list[int]:
     """Return the indices of the swapped layers."""
-    return [index for index, kind in enumerate(kinds) if not kind.on_device]
+    return [index for index, kind in enumerate(kinds) if kind < FIRST_ON_DEVICE]
