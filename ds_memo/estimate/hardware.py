@@ -21,30 +21,21 @@ from ds_memo.files import MOST_CONFIG_BYTES, read_text
 _BYTES = {"B": 1.0, "MB": 1e6, "GB": 1e9, "TB": 1e12, "MiB": 2.0**20, "GiB": 2.0**30, "TiB": 2.0**40}
 _BYTES_PER_S = {f"{unit}/s": factor for unit, factor in _BYTES.items()}
 _FLOPS = {"FLOP/s": 1.0, "GFLOP/s": 1e9, "TFLOP/s": 1e12, "PFLOP/s": 1e15}
-_UNITS: dict[str, dict[str, float]] = {
-    "peak": _FLOPS,
-    "device_memory": _BYTES,
-    "device_reserve": _BYTES,
-    "device_bandwidth": _BYTES_PER_S,
-    "d2h": _BYTES_PER_S,
-    "h2d": _BYTES_PER_S,
-    "intra_node": _BYTES_PER_S,
-    "inter_node": _BYTES_PER_S,
-    "host_memory": _BYTES,
-    "host_bandwidth": _BYTES_PER_S,
-    "nvme_memory": _BYTES,
-    "nvme_write": _BYTES_PER_S,
-    "nvme_read": _BYTES_PER_S,
-    "nvme_daily": _BYTES,
+_ONE = {"": 1.0}
+_SHARE, _COUNT, _MOST = (_ONE, 1e-6, 1.0), (_ONE, 1.0, 1e6), 1e21
+_FIELDS: dict[str, tuple[dict[str, float], float, float]] = {
+    "peak": (_FLOPS, 1.0, _MOST),
+    **dict.fromkeys(("device_memory", "host_memory", "nvme_memory", "nvme_daily"), (_BYTES, 1.0, _MOST)),
+    "device_reserve": (_BYTES, 0.0, _MOST),
+    **dict.fromkeys(("device_bandwidth", "host_bandwidth", "d2h", "h2d"), (_BYTES_PER_S, 1.0, _MOST)),
+    **dict.fromkeys(("intra_node", "inter_node", "nvme_write", "nvme_read"), (_BYTES_PER_S, 1.0, _MOST)),
+    **dict.fromkeys(("device_bandwidth_efficiency", "gemm_efficiency", "attention_forward_efficiency"), _SHARE),
+    **dict.fromkeys(("attention_backward_efficiency", "host_bandwidth_efficiency"), _SHARE),
+    **dict.fromkeys(("fragmentation", "gpus_per_node", "quiet_link"), _COUNT),
+    **dict.fromkeys(("stall", "multiprocessors"), (_ONE, 0.0, 1e6)),
 }
-_SHARES = {
-    "device_bandwidth_efficiency",
-    "gemm_efficiency",
-    "attention_forward_efficiency",
-    "attention_backward_efficiency",
-    "host_bandwidth_efficiency",
-}
-_MAY_BE_ZERO = {"stall", "device_reserve", "multiprocessors"}
+"""Units of each number, and the least and most that it may be in the first of them."""
+_WHOLE = ("gpus_per_node", "multiprocessors")
 
 
 @dataclass(frozen=True)
@@ -190,23 +181,16 @@ def _parse(data: dict[str, Any], path: str) -> Hardware:
 
 
 def _number(path: str, name: str, entry: Any) -> float:
-    units = _UNITS.get(name, {"": 1.0})
     if not isinstance(entry, dict) or not {"value", "unit"} <= set(entry) <= {"value", "unit", "source"}:
         shape = '{"value": …, "unit": …, "source": …}'
         raise EstimateError(f"hardware {path}: {name} is {brief(entry)}, expected {shape}")
+    units, least, most = _FIELDS[name]
     value, unit = entry["value"], entry["unit"]
     if not isinstance(unit, str) or unit not in units:
         allowed = ", ".join(repr(u) for u in units)
         raise EstimateError(f"hardware {path}: {name} has the unit {brief(unit)}, expected one of {allowed}")
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or (isinstance(value, float) and not math.isfinite(value)):
-        raise EstimateError(f"hardware {path}: {name} is {brief(value)}, expected a number")
-    low = 1.0 if name in ("fragmentation", "gpus_per_node", "quiet_link") else 0.0
-    if value < low or (value == 0 and name not in _MAY_BE_ZERO) or (name in _SHARES and value > 1):
-        allowed = "above 0, at most 1" if name in _SHARES else f"at least {low:g}" if low or name in _MAY_BE_ZERO else "above 0"
-        raise EstimateError(f"hardware {path}: {name} is {brief(value)}, expected {allowed}")
-    if name in ("gpus_per_node", "multiprocessors") and value != int(value):
-        raise EstimateError(f"hardware {path}: {name} is {brief(value)}, expected a whole number")
-    least, most = (1.0, 1e21) if name in _UNITS else (1e-6, 1e6)
-    if value and not least / units[unit] <= value <= most / units[unit]:
-        raise EstimateError(f"hardware {path}: {name} is out of all proportion: {brief(value)} {unit}".rstrip())
+    least, most = least / units[unit], most / units[unit]
+    if type(value) not in (int, float) or not least <= value <= most or (name in _WHOLE and value != int(value)):
+        what = "a whole number" if name in _WHOLE else "a number"
+        raise EstimateError(f"hardware {path}: {name} is {brief(value)} {unit}, expected {what} from {least:g} to {most:g}")
     return float(value) * units[unit]

@@ -30,16 +30,6 @@ class LiveBytes(TorchDispatchMode):
 
     Args:
         device: The device to count on; a type without index ("cuda") means every device of that type.
-
-    Attributes:
-        live: Bytes alive now.
-        peak: The most bytes alive at once since the first block began or since `reset_peak()`.
-
-    Example:
-        >>> with LiveBytes("cpu") as count:
-        ...     x = torch.zeros(1024)
-        >>> count.live
-        4096
     """
 
     supports_higher_order_operators = True
@@ -48,6 +38,7 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()
         self.device = torch.device(device)
         self.peak = 0
+        """The most bytes alive at once since the first block began or since `reset_peak()`."""
         self._live = 0
         self._counted: dict[int, tuple[weakref.ref, int]] = {}  # address of the StorageImpl -> its reference, its bytes
         self._freed: deque[int] = deque()  # any thread may free; only the reader of `live` takes away, so no lock
