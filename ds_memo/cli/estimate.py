@@ -67,8 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     _refuse_contradictions(args)
-    from ds_memo.estimate import answers
-    from ds_memo.estimate.estimate import estimate
+    from ds_memo.estimate.estimate import estimate, fewest_gpus, longest
 
     question = _question(args)
     print("ds-memo estimate: running the model's layers without memory, by Transformers' code: some seconds", file=sys.stderr)
@@ -76,9 +75,9 @@ def run(args: argparse.Namespace) -> int:
         return _table(args, question)
     beyond = None
     if args.max_length:
-        answer, beyond = answers.longest(question)
+        answer, beyond = longest(question)
     elif args.min_gpus:
-        answer, beyond = answers.fewest_gpus(question)
+        answer, beyond = fewest_gpus(question)
     else:
         answer = estimate(question)
     shown = answer or beyond
@@ -225,11 +224,11 @@ def _shares(seconds: dict[str, float], total: float) -> str:
 
 
 def _table(args: argparse.Namespace, question: Question) -> int:
-    from ds_memo.estimate import answers
+    from ds_memo.estimate.estimate import sweep
 
     methods = METHODS if args.compare else (question.method,)
     lengths = args.sweep if args.sweep is not None else [question.seq_length]
-    found = answers.sweep(question, lengths, methods)
+    found = sweep(question, lengths, methods)
     rows = [answer.as_json() for answer in found]
     if args.output:
         write_output(args.output, _table_as(args.output, found, rows))
@@ -237,39 +236,39 @@ def _table(args: argparse.Namespace, question: Question) -> int:
         print(json.dumps(rows, indent=1, allow_nan=False))
         return 0
     print(f"{question.model.name} on {question.gpus} × {question.hardware.name}")
-    head: tuple[str, ...] = ("method", "tokens", "status", "MFU", "TGS", "step s", "alpha", "on device", "tiles")
-    head += ("device GiB", "host GiB", "layout")
-    text = [head, *(_cells(answer) for answer in found)]
-    if question.hardware.nvme_memory:
-        nvme = [("nvme GiB", "TB a day")]
-        nvme += [(f"{answer.nvme_bytes / GIB:,.0f}", f"{answer.written_a_day / 1e12:,.1f}") for answer in found]
-        text = [(*row[:-1], *cells, row[-1]) for row, cells in zip(text, nvme, strict=True)]
-    wide = [max(len(row[i]) for row in text) for i in range(len(text[0]))]
-    for row in text:
-        print("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, wide, strict=True)).rstrip())
+    cells = [_cells(answer) for answer in found]
+    columns = [[name, *(row[name] for row in cells)] for name in cells[0]]
+    padded = [[cell.ljust(max(map(len, column))) for cell in column] for column in columns if any(column[1:])]
+    for row in zip(*padded, strict=True):
+        print("  " + "  ".join(row).rstrip())
     if args.output:
         print(f"written to {quoted(args.output, 400)}")
     return 0
 
 
-def _cells(answer: Estimate) -> tuple[str, ...]:
+def _cells(answer: Estimate) -> dict[str, str]:
+    """Return an answer's texts by the heads of their columns; a column without any is not shown."""
+
     def cell(value: float | None, form: str) -> str:
         return "" if value is None else format(value, form)
 
-    return (
-        answer.question.method + ("" if answer.question.planned else " (no plan)"),
-        short(answer.question.seq_length),
-        answer.status,
-        cell(answer.mfu, ".1%"),
-        cell(answer.tgs, ",.0f"),
-        cell(answer.step_s, ",.2f"),
-        cell(answer.alpha, ".4g"),
-        cell(_on_device(answer), "d"),
-        "" if answer.tiles is None else f"{short(answer.tiles.tokens)} / {answer.tiles.head_groups}",
-        f"{answer.device_total / GIB:.1f}",
-        f"{answer.host_bytes / GIB:,.0f}",
-        str(answer.layout),
-    )
+    has_drives = bool(answer.question.hardware.nvme_memory)
+    return {
+        "method": answer.question.method + ("" if answer.question.planned else " (no plan)"),
+        "tokens": short(answer.question.seq_length),
+        "status": answer.status,
+        "MFU": cell(answer.mfu, ".1%"),
+        "TGS": cell(answer.tgs, ",.0f"),
+        "step s": cell(answer.step_s, ",.2f"),
+        "alpha": cell(answer.alpha, ".4g"),
+        "on device": cell(_on_device(answer), "d"),
+        "tiles": "" if answer.tiles is None else f"{short(answer.tiles.tokens)} / {answer.tiles.head_groups}",
+        "device GiB": f"{answer.device_total / GIB:.1f}",
+        "host GiB": f"{answer.host_bytes / GIB:,.0f}",
+        "nvme GiB": f"{answer.nvme_bytes / GIB:,.0f}" if has_drives else "",
+        "TB a day": f"{answer.written_a_day / 1e12:,.1f}" if has_drives else "",
+        "layout": str(answer.layout),
+    }
 
 
 def _table_as(path: str, found: Sequence[Estimate], rows: Sequence[dict]) -> str | bytes:

@@ -16,10 +16,10 @@ from dataclasses import replace
 from functools import cached_property
 
 from ds_memo.estimate import offload
-from ds_memo.estimate.attention import exchange_bytes_per_s
 from ds_memo.estimate.hardware import Hardware
 from ds_memo.estimate.kernels import BACKWARD_FLOPS
 from ds_memo.estimate.layout import Layout
+from ds_memo.estimate.meta_kernels import exchange_bytes_per_s
 from ds_memo.estimate.model import Model
 from ds_memo.placement import Tiles
 from ds_memo.profile.sample import Profile

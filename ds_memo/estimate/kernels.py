@@ -15,8 +15,8 @@ import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from ds_memo.estimate.attention import exchange_bytes_per_s, pairs
 from ds_memo.estimate.hardware import Hardware
+from ds_memo.estimate.meta_kernels import exchange_bytes_per_s, pairs
 from ds_memo.remat.functions import SkipsCompiled
 
 aten = torch.ops.aten

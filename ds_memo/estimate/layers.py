@@ -14,10 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_memo.estimate.attention import ATTENTION, CatchSdpa
-from ds_memo.estimate.fused import fuse_modules, fused_rotary
 from ds_memo.estimate.hardware import Hardware, load
 from ds_memo.estimate.kernels import Clock
+from ds_memo.estimate.meta_kernels import ATTENTION, CatchSdpa, fuse_modules, fused_rotary
 from ds_memo.hf.find_layers import find_layers
 from ds_memo.profile import stopwatch
 from ds_memo.profile.layer import measure
@@ -53,7 +52,7 @@ class Layers:
 
     Args:
         model: its attention implementation is ATTENTION.
-        fused: see ds_memo.estimate.fused.
+        fused: see ds_memo.estimate.meta_kernels.
     """
 
     def __init__(self, model: nn.Module, fused: bool) -> None:

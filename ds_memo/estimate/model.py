@@ -10,10 +10,10 @@ from typing import Any
 from torch import nn
 
 from ds_memo.errors import MemoError, brief, quoted
-from ds_memo.estimate.attention import ATTENTION, NAME
 from ds_memo.estimate.errors import EstimateError
 from ds_memo.estimate.hardware import read_json
 from ds_memo.estimate.layers import Layers
+from ds_memo.estimate.meta_kernels import ATTENTION, NAME
 from ds_memo.hf.meta_model import build_without_memory, knows
 
 _LARGEST = 1 << 24

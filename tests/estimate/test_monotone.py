@@ -7,8 +7,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from ds_memo.estimate import hardware
-from ds_memo.estimate.answers import GRAIN, KI, longest
-from ds_memo.estimate.estimate import estimate
+from ds_memo.estimate.estimate import GRAIN, KI, estimate, longest
 from ds_memo.estimate.model import load
 from ds_memo.estimate.question import OK, Question
 from tests.estimate.models import GPT_7B, LLAMA_8B

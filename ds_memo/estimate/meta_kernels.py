@@ -1,11 +1,14 @@
-"""Attention on the meta device: a flash kernel's shapes and memory, alone or between Ulysses' all-to-alls.
+"""Kernels that the meta device lacks: flash attention, Ulysses' all-to-alls, and those that fuse several ops, as Liger's.
 
-Transformers' layers call it as an attention implementation. Its output and log-sum-exp are what a flash kernel returns, and its
+Transformers' layers call attention by its name. Its output and log-sum-exp are what a flash kernel returns, and its
 backward allocates what that one's does: dq in fp32, and dk and dv of every head before groups are summed.
 """
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -135,3 +138,61 @@ class CatchSdpa(TorchFunctionMode):
         if func is F.scaled_dot_product_attention and args[0].is_meta and args[0].dim() == 4:
             return torch.ops.ds_memo.attention(*args[:3], 0)[0]
         return func(*args, **(kwargs or {}))
+
+
+# ---- kernels that fuse: norms, rotary embedding, an activation with its product. Each reads its inputs and writes its output
+
+_library.define("fused(Tensor input, Tensor[] others) -> Tensor")
+_library.define("fused_backward(Tensor gradient, Tensor[] saved) -> Tensor[]")
+_library.impl("fused", lambda first, others: torch.empty_like(first), "Meta")
+_library.impl("fused_backward", lambda gradient, saved: [torch.empty_like(x) for x in saved], "Meta")
+
+
+def _save_fused(ctx: Any, inputs: tuple[torch.Tensor, list[torch.Tensor]], output: torch.Tensor) -> None:
+    ctx.save_for_backward(inputs[0], *inputs[1])
+
+
+def _fused_backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    first, *others = torch.ops.ds_memo.fused_backward(gradient, list(ctx.saved_tensors))
+    return first, others
+
+
+torch.library.register_autograd("ds_memo::fused", _fused_backward, setup_context=_save_fused, lib=_library)
+
+
+class _Rotated(torch.autograd.Function):
+    """Queries or keys, turned by their positions. Its backward needs the angles alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.ds_memo.fused(x, [])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return torch.ops.ds_memo.fused(gradient, [])
+
+
+def fuse_modules(model: nn.Module) -> None:
+    """Have norms, and MLPs with a gate, call one kernel for each norm and for the activation with its product."""
+    for module in model.modules():
+        if "Norm" in type(module).__name__ and getattr(module, "weight", None) is not None:
+            module.forward = lambda x, *_, module=module: torch.ops.ds_memo.fused(x, [module.weight])  # type: ignore[method-assign]
+        elif all(hasattr(module, name) for name in ("gate_proj", "up_proj", "down_proj", "act_fn")):
+            module.forward = lambda x, module=module: module.down_proj(  # type: ignore[method-assign]
+                torch.ops.ds_memo.fused(module.gate_proj(x), [module.up_proj(x)])
+            )
+
+
+@contextmanager
+def fused_rotary(model: nn.Module) -> Iterator[None]:
+    """Have the model's code rotate queries and keys in one kernel each inside the block."""
+    modeling: Any = sys.modules[type(model).__module__]
+    own = getattr(modeling, "apply_rotary_pos_emb", None)
+    if own is None:
+        yield
+        return
+    modeling.apply_rotary_pos_emb = lambda query, key, *_, **__: (_Rotated.apply(query), _Rotated.apply(key))
+    try:
+        yield
+    finally:
+        modeling.apply_rotary_pos_emb = own
