@@ -80,7 +80,7 @@ class Profiling:
         if all(everybodys):
             self.profile, self.from_cache = most_careful(everybodys), True
         else:
-            self.profile = take_profile(asked, self._warn)
+            self.profile = take_profile(asked)
             if folder and int(os.environ.get("LOCAL_RANK") or 0) == 0:
                 cache.store(folder, self.profile, self._warn)
         self.kinds = list(asked.calls)
@@ -130,8 +130,8 @@ class Profiling:
         return changes
 
     def _measure_again(self, kind: int, call: LayerCall, everybody: Callable[[Any], list[Any]], do: Do) -> None:
-        asked = self._asked({kind: call}, everybody)
-        mine = replace(self.profile, kinds=measure_kinds(asked, self._warn, do=do))
+        asked = replace(self._asked({kind: call}, everybody), do=do)
+        mine = replace(self.profile, kinds=measure_kinds(asked))
         kinds = list(self.profile.kinds)
         (kinds[self.kinds.index(kind)],) = most_careful(everybody(mine)).kinds
         self.profile = replace(self.profile, kinds=tuple(kinds))
@@ -161,6 +161,7 @@ class Profiling:
             full=full,
             device=self._device,
             host_budget=self._host.nbytes,
+            warn=self._warn,
             attention=self._config.attention,
             ranks_per_sequence=ranks_per_sequence(),
             in_tiles=self.in_tiles,

@@ -99,10 +99,12 @@ def _measure(args: argparse.Namespace, device: torch.device, say: Callable[[str]
             full={kind: call.length for kind, call in calls.items()},
             device=device,
             host_budget=memo.slab.budget.nbytes,
+            warn=lambda message: say(f"warning: {message}"),
+            progress=say,
         )
         drives = _drives(args.nvme, memo.slab.budget.nbytes, device, say) if args.nvme else None
         say(f"measuring {_plural(len(calls), 'kind')} of layer on {device} at {_list(lengths)} tokens")
-        profile = take_profile(asked, warn=lambda message: say(f"warning: {message}"), progress=say)
+        profile = take_profile(asked)
         profile.measured["drives"] = drives
         return profile
     finally:

@@ -86,6 +86,7 @@ class Asked:
         lengths: by kind, from lengths_of; the same on all ranks, whose layers may wait for each other.
         full: by kind, the call's full length, the least over all ranks.
         host_budget: host bytes of this rank.
+        warn: says something once and shows it in the report.
     """
 
     kinds: Sequence[int]
@@ -95,12 +96,17 @@ class Asked:
     full: Mapping[int, int]
     device: torch.device
     host_budget: int
+    warn: Callable[[str], None]
     attention: str | None = None
     """Field of the "memo" section."""
     ranks_per_sequence: int = 1
     """Ranks that share a sequence in this run."""
     in_tiles: bool = True
     """Measure layers in tiles, too, where two lengths are measured."""
+    progress: Callable[[str], None] = lambda line: None
+    """Called with a line of text after each measurement."""
+    do: Do = together
+    """`together`, or `alone` on a rank whose layers wait for no other rank."""
 
     def numbers(self) -> tuple[int | None, ...]:
         """Return, for each layer, the number of its kind among the measured ones; None: not measured."""
@@ -142,22 +148,19 @@ class Asked:
         }
 
 
-def take_profile(asked: Asked, warn: Callable[[str], None], progress: Callable[[str], None] = lambda line: None) -> Profile:
+def take_profile(asked: Asked) -> Profile:
     """Measure layers and copies. All ranks must call this together and get the same profile: see `most_careful`.
-
-    Args:
-        progress: called with a line of text after each measurement.
 
     Raises:
         Failed: a measurement failed on some rank. All ranks raise it.
     """
     begin = time.perf_counter()
     _wake(asked.device)
-    kinds = measure_kinds(asked, warn, progress)
+    kinds = measure_kinds(asked)
     with ExitStack() as stack:  # together() lets all ranks start at once
         bench = together(lambda: stack.enter_context(closing(CopyBench(asked.device, asked.host_budget))))
         d2h, h2d = (together(partial(bench.rate, way)) for way in (D2H, H2D))
-    progress(f"copies: {d2h / 1e9:.3g} GB/s to the host, {h2d / 1e9:.3g} GB/s back")
+    asked.progress(f"copies: {d2h / 1e9:.3g} GB/s to the host, {h2d / 1e9:.3g} GB/s back")
     measured = {
         "when": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "seconds": round(time.perf_counter() - begin, 3),
@@ -178,21 +181,9 @@ def take_profile(asked: Asked, warn: Callable[[str], None], progress: Callable[[
     return most_careful(from_all_ranks(mine))
 
 
-def measure_kinds(
-    asked: Asked,
-    warn: Callable[[str], None],
-    progress: Callable[[str], None] = lambda line: None,
-    do: Do = together,
-) -> tuple[LayerProfile, ...]:
-    """Measure the layers, not the copies.
-
-    Args:
-        do: `together`, or `alone` on a rank whose layers wait for no other rank.
-
-    Raises:
-        Failed: a measurement failed.
-    """
-    return tuple(_measure_kind(asked, kind, warn, progress, do) for kind in asked.calls)
+def measure_kinds(asked: Asked) -> tuple[LayerProfile, ...]:
+    """Measure the layers, not the copies. Raises Failed if a measurement failed."""
+    return tuple(_measure_kind(asked, kind) for kind in asked.calls)
 
 
 def _wake(device: torch.device) -> None:
@@ -208,28 +199,22 @@ def _wake(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _measure_kind(
-    asked: Asked,
-    kind: int,
-    warn: Callable[[str], None],
-    progress: Callable[[str], None],
-    do: Do,
-) -> LayerProfile:
+def _measure_kind(asked: Asked, kind: int) -> LayerProfile:
     call, name = asked.calls[kind], asked.calls[kind].layer.name
     module = call.layer.module()
     lengths, full = asked.lengths[kind], asked.full[kind]
     number = list(asked.calls).index(kind) + 1
     nbytes = gathered_bytes(module)
-    do(lambda: _refuse_gathering(name, nbytes, device_budget(asked.device, None, 0, HEADROOM)))
+    asked.do(lambda: _refuse_gathering(name, nbytes, device_budget(asked.device, None, 0, HEADROOM)))
 
     def measured(lengths: Sequence[int]) -> list[LayerSample]:
         samples: list[LayerSample] = []
         for length in lengths:
-            sample = do(partial(measure, call, length, asked.device, asked.attention))
+            sample = asked.do(partial(measure, call, length, asked.device, asked.attention))
             peaks = {name: getattr(sample, name) for name in WORKING}
             peaks = {name: Working(peak.forward + nbytes, peak.backward + nbytes) for name, peak in peaks.items()}
             samples.append(replace(sample, **peaks))
-            progress(
+            asked.progress(
                 f"{name} (kind {number} of {len(asked.calls)}): {sample.batch} × {length:,} tokens, "
                 f"forward {sample.forward_s * 1e3:.3g} ms, backward {sample.backward_s * 1e3:.3g} ms"
             )
@@ -241,16 +226,16 @@ def _measure_kind(
         except Failed as failed:  # a layer may accept one length only, as under DeepSpeed's Ulysses with fixed lengths
             if lengths == (full,):
                 raise
-            warn(f"profile: {name} cannot be measured at {lengths[0]:,} tokens ({failed}); measured at {full:,} instead")
+            asked.warn(f"profile: {name} cannot be measured at {lengths[0]:,} tokens ({failed}); measured at {full:,} instead")
             samples = measured((full,))
         if asked.in_tiles and len(samples) > 1:
-            progress(f"{name}: now in tiles, of several lengths and groups of heads")
-        in_tiles, not_tiled = _measured_in_tiles(asked, call, samples, nbytes, do)
-    return replace(do(lambda: _profile(name, samples, warn)), in_tiles=in_tiles, not_tiled=not_tiled)
+            asked.progress(f"{name}: now in tiles, of several lengths and groups of heads")
+        in_tiles, not_tiled = _measured_in_tiles(asked, call, samples, nbytes)
+    return replace(asked.do(lambda: _profile(name, samples, asked.warn)), in_tiles=in_tiles, not_tiled=not_tiled)
 
 
 def _measured_in_tiles(
-    asked: Asked, call: LayerCall, samples: Sequence[LayerSample], gathered: int, do: Do
+    asked: Asked, call: LayerCall, samples: Sequence[LayerSample], gathered: int
 ) -> tuple[tuple[TileSample, ...], str]:
     """Return a layer's samples in tiles, or none and why.
 
@@ -271,7 +256,7 @@ def _measured_in_tiles(
             return (), str(reason)
 
     try:
-        return do(measured)
+        return asked.do(measured)
     except Failed as failed:
         return (), str(failed)
 

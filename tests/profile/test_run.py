@@ -25,7 +25,7 @@ def test_the_device_is_awake_before_anything_is_measured(monkeypatch):
     monkeypatch.setattr(run, "_wake", lambda device: order.append(f"woken {device}"))
     monkeypatch.setattr(run, "_measure_kind", measured)
     with pytest.raises(KeyboardInterrupt):
-        run.take_profile(types.SimpleNamespace(calls=[0], device=torch.device("cuda", 0)), warn=print)
+        run.take_profile(types.SimpleNamespace(calls=[0], device=torch.device("cuda", 0)))
     assert order == ["woken cuda:0", "measured"]
 
 
@@ -37,7 +37,7 @@ def test_a_cpu_is_not_woken(monkeypatch):
 def test_times_of_a_gpu_that_was_woken_otherwise_are_not_used_again(monkeypatch):
     """Profiles before had 0.3 s of warm-up, ones for data, and copies within the CPU's cache. Their key says nothing of it."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
-    asked = run.Asked([], {}, "fit", {}, {}, torch.device("cuda", 0), host_budget=0)
+    asked = run.Asked([], {}, "fit", {}, {}, torch.device("cuda", 0), host_budget=0, warn=print)
     key = asked.key()
     assert key["conditions"] == {"waking_s": run.WAKING_S, "host_span": run.SPAN}
     monkeypatch.setattr(run, "WAKING_S", 0.3)
@@ -77,14 +77,14 @@ def test_a_layer_that_takes_no_other_length_than_its_own(method, least, used, mo
     call = types.SimpleNamespace(layer=Layer(0, "blocks.0", module), batch=1)
     asked = types.SimpleNamespace(
         calls={0: call}, method=method, lengths={0: (1024, 2048, 4096) if method == "fit" else (5000,)}, full={0: 5000},
-        attention=None, device=torch.device("cpu"), in_tiles=False,
+        attention=None, device=torch.device("cpu"), in_tiles=False, warn=warned.append, progress=str, do=alone,
     )  # fmt: skip
     if used is None:
         with pytest.raises(Failed, match="the required shape 9999"):
-            run._measure_kind(asked, 0, warned.append, str, alone)
+            run._measure_kind(asked, 0)
         assert ran == ([1024, 5000] if method == "fit" else [5000]) and len(warned) == (method == "fit")
         return
-    profile = run._measure_kind(asked, 0, warned.append, str, alone)
+    profile = run._measure_kind(asked, 0)
     assert [sample.length for sample in profile.samples] == used
     why = "AssertionError: does not match the required shape 5000"
     said = f"profile: blocks.0 cannot be measured at 1,024 tokens ({why}); measured at 5,000 instead"
