@@ -51,7 +51,7 @@ def alst_s(asked: Question) -> float:
     back, and what follows attention's projection (the MLP, in DeepSpeed's tiles) runs once more in the backward."""
     costs = Costs(asked.model, asked.hardware, Layout(asked.gpus, sp=asked.gpus), asked.seq_length)
     layer, wide = costs.layers()[0], costs.hidden_bytes
-    projected = next(o.born for o in layer.outputs if o.kind == "gemm" and o.born > layer.outputs[-1].born / 3)
+    projected = next(o.born for o in layer.outputs if o.role == "gemm" and o.born > layer.outputs[-1].born / 3)
     mlp_s = (1 - projected) * layer.forward_s
     tiles = math.ceil(costs.tokens / asked.model.hidden)
     sums_s = 6 * tiles * asked.model.layer_parameters / (asked.hardware.device_bandwidth * 0.75)  # bf16 gradients of weights

@@ -434,7 +434,7 @@ class Tuner:
         if passed is None:
             return self._budgets.see(None, 0, 0)
         arena = self._addresses.arena_bytes  # all of it is alive to the device's counters
-        inputs = (output.nbytes for output in passed.run.layers[-1].outputs if output.kind == "input")
+        inputs = (output.nbytes for output in passed.run.layers[-1].outputs if output.role == "input")
         hidden_bytes = max(inputs, default=0)  # where it came inside of something, it is not kept
         forward, between, backward = bytes_of_layers(passed.run, passed.solution.kinds, passed.solution.alpha)
         if calls == 1 and len(passed.run.layers) == len(passed.solved):

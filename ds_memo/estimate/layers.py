@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
@@ -62,9 +62,9 @@ class Layers:
             fuse_modules(model)
         self.found = [Layer(index, name, module) for index, (name, module) in enumerate(find_layers(model))]
         self._kinds = kinds_of(self.found)
-        self._forwards: dict[tuple[int, int], Clock] = {}
-        self._samples: dict[Any, LayerSample] = {}
-        self._tile_samples: dict[Any, tuple[TileSample, ...]] = {}
+        self._forward = cache(self._run_forward)
+        self._sample = cache(self._take_sample)
+        self._in_tiles = cache(self._take_in_tiles)
 
     def profile(self, machine: Hardware, sp: int, tokens: int, tiled: bool) -> Profile:
         """Return a profile as one of a real run on as many ranks to a sequence.
@@ -117,10 +117,8 @@ class Layers:
 
     def _run(self, tokens: int, instead: Callable[..., Any]) -> None:
         """Run the model's forward with `instead` in the place of the layers' own."""
-        modules: list[tuple[Layer, int, Any]] = [
-            (layer, kind, layer.module()) for layer, kind in zip(self.found, self._kinds, strict=True)
-        ]
-        for layer, kind, module in modules:
+        modules: list[Any] = [layer.module() for layer in self.found]
+        for layer, kind, module in zip(self.found, self._kinds, modules, strict=True):
             module.forward = partial(instead, layer, kind, module.forward)
         shape = 1, tokens, self._model.config.hidden_size
         try:
@@ -129,7 +127,7 @@ class Layers:
         except _Caught:
             pass
         finally:
-            for _, _, module in modules:
+            for module in modules:
                 del module.forward
 
     def _lengths(self, kind: int, tokens: int) -> tuple[int, int]:
@@ -142,45 +140,35 @@ class Layers:
     @contextmanager
     def _running(self, sp: int, clock: Clock) -> Iterator[None]:
         ATTENTION.sp = sp
+        fused = fused_rotary(self._model) if self._fused else nullcontext()
         try:
-            with fused_rotary(self._model) if self._fused else nullcontext(), CatchSdpa(), clock:
+            with stopwatch.keeping_time(lambda: clock.seconds), fused, CatchSdpa(), clock:
                 yield
         finally:
             ATTENTION.sp = 1  # of all models
 
-    def _forward(self, kind: int, length: int) -> Clock:
+    def _run_forward(self, kind: int, length: int) -> Clock:
         """Run a layer's forward alone, and count."""
-        if (kind, length) not in self._forwards:
-            fn, args, _ = self._calls[kind].at(length)
-            clock = Clock(_ANY, length)
-            with torch.no_grad(), self._running(1, clock):
-                fn(*args)
-            self._forwards[kind, length] = clock
-        return self._forwards[kind, length]
+        fn, args, _ = self._calls[kind].at(length)
+        with torch.no_grad(), self._running(1, clock := Clock(_ANY, length)):
+            fn(*args)
+        return clock
 
     def _loops(self, kind: int) -> bool:
         """Return True if a layer loops over its tokens."""
         return self._forward(kind, _LEAST).ops > _MANY_OPS
 
-    def _sample(self, kind: int, length: int, sp: int, machine: Hardware) -> LayerSample:
+    def _take_sample(self, kind: int, length: int, sp: int, machine: Hardware) -> LayerSample:
         sp = 1 if self._loops(kind) else sp  # it trades no heads
-        key = kind, length, sp, machine
-        if key not in self._samples:
-            clock = Clock(machine, length)
-            with stopwatch.keeping_time(lambda: clock.seconds), self._running(sp, clock):
-                self._samples[key] = measure(self._calls[kind], length, META)
-        return self._samples[key]
+        with self._running(sp, Clock(machine, length)):
+            return measure(self._calls[kind], length, META)
 
-    def _in_tiles(self, kind: int, sp: int, machine: Hardware) -> tuple[TileSample, ...]:
+    def _take_in_tiles(self, kind: int, sp: int, machine: Hardware) -> tuple[TileSample, ...]:
         """Return samples of a layer in tiles; none: it cannot run so."""
-        key = kind, sp, machine
         if self._loops(kind):
             return ()
-        if key not in self._tile_samples:
-            clock = Clock(machine, _TILED[0])
-            with stopwatch.keeping_time(lambda: clock.seconds), self._running(sp, clock):
-                try:
-                    self._tile_samples[key] = measure_in_tiles(self._calls[kind], _TILED, META)
-                except CannotTile:
-                    self._tile_samples[key] = ()
-        return self._tile_samples[key]
+        try:
+            with self._running(sp, Clock(machine, _TILED[0])):
+                return measure_in_tiles(self._calls[kind], _TILED, META)
+        except CannotTile:
+            return ()

@@ -341,12 +341,12 @@ class _InTiles(_Whole):
         self._count = min(tiles.count, MOST_TILES)
         stored = tiles.stored(self.placement.decided_alpha) * self._count // tiles.count
         self._whole_tiles = {number * self._count // stored for number in range(stored)}
-        at = next((i for i, output in enumerate(layer.outputs) if output.kind == "attention"), len(layer.outputs))
+        at = next((i for i, output in enumerate(layer.outputs) if output.role == "attention"), len(layer.outputs))
         attended_s = layer.forward_s * (layer.outputs[at].born if at < len(layer.outputs) else 1.0)
-        of_attention = [output for output in layer.outputs if output.kind == "attention"]
+        of_attention = [output for output in layer.outputs if output.role == "attention"]
         result = [] if self._begins_with_heads else of_attention[:1]
         apart, with_gemms, without = layer.tile_blocks(self.placement.kind)
-        of_tile = [*layer.outputs[:at], *result, *(output for output in layer.outputs[at:] if output.kind != "attention")]
+        of_tile = [*layer.outputs[:at], *result, *(output for output in layer.outputs[at:] if output.role != "attention")]
 
         self._attention = None
         if not self.placement.kind.recomputes_attention:
@@ -423,7 +423,7 @@ class _InTiles(_Whole):
         return self.layer.in_tiles
 
     def _bytes_in_tile(self, output: Output, number: int) -> float:
-        return 0.0 if output.kind == "gemm" and number not in self._whole_tiles else output.nbytes / self._count
+        return 0.0 if output.role == "gemm" and number not in self._whole_tiles else output.nbytes / self._count
 
 
 def _driver(layer: LayerCosts, placement: Placement) -> type[_Whole]:
@@ -432,6 +432,6 @@ def _driver(layer: LayerCosts, placement: Placement) -> type[_Whole]:
 
 
 def _stored(output: Output, placement: Placement) -> float:
-    if output.kind == "gemm":  # seconds are affine in alpha, as in the solver: whole rows count in bytes alone
+    if output.role == "gemm":  # seconds are affine in alpha, as in the solver: whole rows count in bytes alone
         return placement.decided_alpha * output.nbytes
-    return 0.0 if placement.kind.recomputes_attention and output.kind == "attention" else output.nbytes
+    return 0.0 if placement.kind.recomputes_attention and output.role == "attention" else output.nbytes

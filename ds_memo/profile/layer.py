@@ -27,7 +27,7 @@ from ds_memo.remat.random_states import KeepsGiven, forked
 from ds_memo.remat.recipe import Gemm, Recipe
 from ds_memo.remat.tensors import tensor_leaves
 from ds_memo.remat.undo import Undoing
-from ds_memo.solve.run_costs import Output, OutputKind, Working
+from ds_memo.solve.run_costs import Output, OutputRole, Working
 from ds_memo.swap.engine import SwapEngine
 from ds_memo.swap.frame import Frame
 from ds_memo.swap.host_pool import HostPool
@@ -295,7 +295,7 @@ class Bench:
 def _outputs(full: Recipe, none: Recipe, watch: Stopwatch) -> tuple[tuple[Output, ...], float, float]:
     """Return the kept outputs, in the order of birth, the seconds of the GEMMs that alpha splits, and those of all GEMMs."""
     outputs = [Output("input", 1, kept.stored_bytes, 0.0) for kept in full.inputs if kept]
-    kind: OutputKind
+    role: OutputRole
     gemm_s = all_gemms_s = 0.0
     for index, (op, at_zero) in enumerate(zip(full.ops, none.ops, strict=True)):
         timed = index < len(watch.seconds)
@@ -309,6 +309,6 @@ def _outputs(full: Recipe, none: Recipe, watch: Stopwatch) -> tuple[tuple[Output
                 rows = op.kept.rows
                 outputs.append(Output("gemm" if split else "choice", rows, op.kept.stored_bytes // rows, born))
         else:
-            kind = "attention" if op.is_attention else "choice"
-            outputs += [Output(kind, 1, kept.stored_bytes, born) for kept in op.kept or () if kept]
+            role = "attention" if op.is_attention else "choice"
+            outputs += [Output(role, 1, kept.stored_bytes, born) for kept in op.kept or () if kept]
     return tuple(outputs), gemm_s, all_gemms_s

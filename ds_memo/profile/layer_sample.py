@@ -104,17 +104,17 @@ class Extrapolated:
 
     def _output(self, index: int, latest: Output) -> Output:
         born = self._born(index, latest)
-        if latest.kind == "gemm":
+        if latest.role == "gemm":
             return Output("gemm", round(self._line(lambda sample: sample.outputs[index].rows)), latest.row_bytes, born)
         # Never split: how its bytes fall into rows does not matter.
-        return Output(latest.kind, 1, round(self._line(lambda sample: sample.outputs[index].nbytes)), born)
+        return Output(latest.role, 1, round(self._line(lambda sample: sample.outputs[index].nbytes)), born)
 
     def _born(self, index: int, latest: Output) -> float:
         """Return when the output is made, as a share of the forward. Attention grows faster than the rest, so outputs before it
         move to the front and outputs after it to the back."""
         if not self._forward_s:
             return 1.0
-        of_attention = [output.born for output in self._samples[-1].outputs if output.kind == "attention"]
+        of_attention = [output.born for output in self._samples[-1].outputs if output.role == "attention"]
         behind = sum(born <= latest.born for born in of_attention) / max(1, len(of_attention))
         rest = self._line(lambda sample: sample.outputs[index].born * sample.forward_s - behind * sample.attention_s)
         return min(1.0, max(0.0, (rest + behind * self._attention_s) / self._forward_s))

@@ -54,7 +54,7 @@ class LayerProfile:
         if len({len(sample.outputs) for sample in self.taken}) > 1:
             return math.inf
         here = self.costs(self.check.batch, self.check.length)
-        if [output.kind for output in here.outputs] != [output.kind for output in self.check.outputs]:
+        if [output.role for output in here.outputs] != [output.role for output in self.check.outputs]:
             return math.inf
         kept, predicted = (sum(output.nbytes for output in outputs) for outputs in (self.check.outputs, here.outputs))
         for got, want in ((predicted, kept), (here.no_recompute_bytes, self.check.no_recompute_bytes)):

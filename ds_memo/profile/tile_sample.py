@@ -97,7 +97,7 @@ def in_tiles(
     born = (forward_s - seconds[tails]) / forward_s if forward_s else 1.0
     return replace(
         whole,
-        outputs=tuple(output if output.kind == "input" else replace(output, born=born) for output in whole.outputs),
+        outputs=tuple(output if output.role == "input" else replace(output, born=born) for output in whole.outputs),
         forward_s=forward_s,
         backward_s=max(0.0, backward_s - whole.gemm_s - whole.replay_s),
         working=working_of(stored),

@@ -70,16 +70,16 @@ class Leg:
         whole = split = first = 0
         for output in layer.outputs:
             born_s, seconds = output.born * layer.forward_s, output.nbytes / run.d2h_bytes_per_s
-            if output.kind == "gemm":
+            if output.role == "gemm":
                 split += output.nbytes
                 copies.append((born_s, 0.0, seconds))
-            elif output.kind != "attention" or not kind.recomputes_attention:
-                if output.kind == "attention" and begins_with_heads:
+            elif output.role != "attention" or not kind.recomputes_attention:
+                if output.role == "attention" and begins_with_heads:
                     first += output.nbytes
                 else:
                     whole += output.nbytes
                 copies.append((born_s, seconds, 0.0))
-        attended_s = next((output.born for output in layer.outputs if output.kind == "attention"), 1.0) * layer.forward_s
+        attended_s = next((output.born for output in layer.outputs if output.role == "attention"), 1.0) * layer.forward_s
         return cls(
             forward_s=layer.forward_s,
             backward_s=layer.backward_s,

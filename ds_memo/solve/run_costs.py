@@ -20,7 +20,7 @@ from ds_memo.units import ALIGN, round_up
 PAGE = mmap.PAGESIZE
 """Bytes; a frame's host block is whole pages (ds_memo.swap.host_pool)."""
 
-OutputKind = Literal["input", "attention", "choice", "gemm"]
+OutputRole = Literal["input", "attention", "choice", "gemm"]
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Output:
     Alpha splits only a "gemm". "input" and "choice" (a router's) are stored whole, and "attention" too except in the last resort.
     """
 
-    kind: OutputKind
+    role: OutputRole
     rows: int
     row_bytes: int
     born: float = 1.0
@@ -109,8 +109,8 @@ class LayerCosts:
     in_tiles: TileCosts | None = None
     """None: it runs whole."""
 
-    def nbytes(self, *kinds: OutputKind) -> int:
-        return sum(output.nbytes for output in self.outputs if output.kind in kinds)
+    def nbytes(self, *roles: OutputRole) -> int:
+        return sum(output.nbytes for output in self.outputs if output.role in roles)
 
     @cached_property
     def whole_bytes(self) -> int:
@@ -134,12 +134,12 @@ class LayerCosts:
     @cached_property
     def small_frame_bytes(self) -> int:
         """Device bytes of a reload buffer at alpha 0."""
-        return sum(round_up(output.nbytes, ALIGN) for output in self.outputs if output.kind != "gemm")
+        return sum(round_up(output.nbytes, ALIGN) for output in self.outputs if output.role != "gemm")
 
     @cached_property
     def smallest_frame_bytes(self) -> int:
         """Device bytes of a reload buffer at alpha 0 without the attention output."""
-        return sum(round_up(output.nbytes, ALIGN) for output in self.outputs if output.kind in ("input", "choice"))
+        return sum(round_up(output.nbytes, ALIGN) for output in self.outputs if output.role in ("input", "choice"))
 
     def host_bytes(self, placement: Placement) -> int:
         """Return the exact bytes of the frame's host block, or of those of its tiles; 0 on the device."""
@@ -169,10 +169,10 @@ class LayerCosts:
     def _stored(self, placement: Placement) -> Iterator[int]:
         alpha, tiles = placement.decided_alpha, self.in_tiles
         for output in self.outputs:
-            if output.kind == "gemm":
+            if output.role == "gemm":
                 rows = stored_rows(alpha, output.rows) if tiles is None else output.rows * tiles.stored(alpha) // tiles.count
                 yield rows * output.row_bytes
-            elif output.kind != "attention" or not placement.kind.recomputes_attention:
+            elif output.role != "attention" or not placement.kind.recomputes_attention:
                 yield output.nbytes
 
 

@@ -101,7 +101,7 @@ def test_predicted_bytes_are_those_of_whole_tiles_of_rows(monkeypatch: pytest.Mo
     assert 0 < report["alpha"] < 1
     assert report["stored_bytes_per_layer"] == report["predicted"]["stored_bytes_per_layer"]
     assert report["host"]["slab"] == report["predicted"]["host_bytes"] <= report["host"]["budget"]
-    exact = [sum(int(report["alpha"] * o.rows) * o.row_bytes if o.kind == "gemm" else o.nbytes for o in run.layers[0].outputs)]
+    exact = [sum(int(report["alpha"] * o.rows) * o.row_bytes if o.role == "gemm" else o.nbytes for o in run.layers[0].outputs)]
     assert min(report["stored_bytes_per_layer"]) < exact[0], "alpha splits no tile of rows"
 
 

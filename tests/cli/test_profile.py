@@ -113,7 +113,7 @@ def test_what_is_measured_does_not_depend_on_the_dtype_asked_for_alone(capsys):
         assert cli.main([*BASE, "--model", TINY, "--dtype", dtype, "--batch", "2", "--json"]) == 0
         (sizes[dtype],) = from_json(capsys.readouterr().out).kinds[0].samples
     assert sizes["bf16"].batch == 2
-    of = {name: sum(o.rows * o.row_bytes for o in sample.outputs if o.kind == "gemm") for name, sample in sizes.items()}
+    of = {name: sum(o.rows * o.row_bytes for o in sample.outputs if o.role == "gemm") for name, sample in sizes.items()}
     assert of["fp32"] == 2 * of["bf16"] > 0
 
 

@@ -172,7 +172,7 @@ def test_solved(name: str, backend: str, tmp_path: Path, monkeypatch: pytest.Mon
     assert [kind["compiled_by"] for kind in profile.key["kinds"]] == [backend]
     assert all("torch.compile compiles it" in kind.not_tiled for kind in profile.kinds if len(kind.samples) > 1)
     outputs = [output for kind in profile.kinds for output in kind.samples[-1].outputs]
-    assert {output.kind for output in outputs} == {"input", "gemm", "attention"}
+    assert {output.role for output in outputs} == {"input", "gemm", "attention"}
     assert not any("cannot be" in warning or "do not keep" in warning for warning in handle.report()["warnings"])
     handle.detach()
 

@@ -50,7 +50,7 @@ def really(config: dict, folder: Path) -> LayerSample:
 def test_bytes_are_those_of_a_real_layer(name: str, tmp_path: Path) -> None:
     """Kept bytes, what autograd saves, and all peaks: within 3 %."""
     real, found = really(SMALL[name], tmp_path), small(name).measured._sample(0, 1024, 1, H100)
-    assert [(output.kind, output.nbytes) for output in found.outputs] == [(o.kind, o.nbytes) for o in real.outputs]
+    assert [(output.role, output.nbytes) for output in found.outputs] == [(o.role, o.nbytes) for o in real.outputs]
     assert found.no_recompute_bytes == pytest.approx(real.no_recompute_bytes, rel=0.03)
     for field in WORKING:
         here, there = getattr(found, field), getattr(real, field)

@@ -156,7 +156,7 @@ def measured_events(
             frame = engine.begin(f"layer {index}", configuration.placements[index])
             layout, kept = Layout(), []
             for output in layer.outputs:
-                rows = int(alpha * output.rows) if output.kind == "gemm" and not resident else output.rows
+                rows = int(alpha * output.rows) if output.role == "gemm" and not resident else output.rows
                 if rows:
                     tensor = torch.zeros(output.rows, output.row_bytes, dtype=torch.uint8)
                     kept.append((layout.add(tensor, rows), tensor))

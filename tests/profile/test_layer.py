@@ -41,7 +41,7 @@ def test_sizes_and_work_of_a_block(length: int, dtype: torch.dtype) -> None:
     assert (sample.batch, sample.length, sample.tokens) == (BATCH, length, tokens)
     assert sample.gemm_flops == 2 * tokens * HIDDEN * (3 + 1 + 2 + 2) * HIDDEN  # qkv, o, up, down
     assert sample.attention_flops == 2 * BATCH * length * length * HIDDEN
-    kinds = [output.kind for output in sample.outputs]
+    kinds = [output.role for output in sample.outputs]
     assert kinds == ["input", "gemm", "attention", "attention", "gemm", "gemm"]  # attention's is with its log-sum-exp; no down
     sizes = [output.rows * output.row_bytes for output in sample.outputs]
     hidden = tokens * HIDDEN * size

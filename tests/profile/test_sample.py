@@ -34,7 +34,7 @@ def test_lines_and_parabolas_are_found(first: int, second: int, length: int, bat
     for name in ("forward_s", "backward_s", "replay_s", "gemm_s", "attention_s"):
         assert getattr(found, name) == pytest.approx(getattr(true, name), rel=1e-6, abs=1e-12), name
     assert found.no_recompute_bytes == pytest.approx(true.no_recompute_bytes, rel=1e-9, abs=1)
-    assert [output.kind for output in found.outputs] == [output.kind for output in true.outputs]
+    assert [output.role for output in found.outputs] == [output.role for output in true.outputs]
     for got, want in zip(found.outputs, true.outputs, strict=True):
         assert got.rows * got.row_bytes == pytest.approx(want.rows * want.row_bytes, rel=1e-9, abs=1)
         assert got.born == pytest.approx(want.born, rel=1e-6)

@@ -404,7 +404,7 @@ def test_the_profile_knows_it_as_attention() -> None:
     sample = inside(handle).tuner.profile.kinds[0].samples[-1]
     assert sample.attention_s > 0 and sample.attention_backward_s > 0
     assert sample.attention_flops == 2 * 2 * HIDDEN * 64 * 64
-    assert "attention" in {output.kind for output in sample.outputs}
+    assert "attention" in {output.role for output in sample.outputs}
     handle.detach()
 
 
