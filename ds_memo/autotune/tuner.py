@@ -40,7 +40,7 @@ from ds_memo.profile.layer_call import LayerCall
 from ds_memo.profile.sample import Profile
 from ds_memo.remat.checkpoint import Layer, Remat
 from ds_memo.shapes import HiddenShapes, Shapes
-from ds_memo.solve.headroom import Candidate, shortest
+from ds_memo.solve.headroom import shortest
 from ds_memo.solve.memory import bytes_of_layers
 from ds_memo.solve.refusals import NothingFits
 from ds_memo.solve.run_costs import RunCosts
@@ -302,9 +302,12 @@ class Tuner:
         shape, limit = self.profile.last(shapes), self._budgets.device_limit
         overhead = UNPLANNED_OVERHEAD if self._addresses.planned else 1.0  # a pass without frames is never planned
 
+        def layers_alone(run: RunCosts) -> RunCosts:  # no solution changes what the head takes
+            return replace(run.layers_alone(), device_budget=limit)
+
         def best(tilings: Sequence[Tiles | None]) -> tuple[RunCosts, Solution]:
             candidates = [self._candidate(host, shapes, tiles) for tiles in tilings]
-            return shortest(candidates, alpha, self._config.resident_layers, may_skip_recompute, overhead)
+            return shortest(candidates, layers_alone, alpha, self._config.resident_layers, may_skip_recompute, overhead)
 
         run, solution = best(self._tilings(shapes))
         if run.tiles is not None and self._config.head_groups is None:
@@ -330,12 +333,11 @@ class Tuner:
         called, layers = tuple(self.profile.called(shapes)), len(self.profile.layers)
         return PassSolution(solution, run, called, layers, shapes, shape, paced=self._meets_in_layers)
 
-    def _candidate(self, host: int, shapes: HiddenShapes, tiles: Tiles | None) -> Candidate:
+    def _candidate(self, host: int, shapes: HiddenShapes, tiles: Tiles | None) -> RunCosts:
         run = slower(self._budgets.costs(self.profile, shapes, self._in_flight, host, tiles), self._copies_at)
         if self._drives is not None and (nvme := self._drives.costs()) is not None:
             run = replace(run, nvme=replace(nvme, budget=self._room.files))
-        # No solution changes what the head takes: is it the layers?
-        return Candidate(run, replace(run.layers_alone(), device_budget=self._budgets.device_limit))
+        return run
 
     def _tilings(self, shapes: HiddenShapes) -> list[Tiles | None]:
         """Ways to run the layers: whole, and in tiles of several lengths with as many groups of heads as can be."""

@@ -15,7 +15,7 @@ from ds_memo.estimate.offload import LEAST_ZERO
 from ds_memo.estimate.question import DAY_S, OK, OOHM, OOM, Estimate, Question
 from ds_memo.placement import ON_DEVICE, PlacementKind, Tiles
 from ds_memo.planned_alloc import UNPLANNED_OVERHEAD
-from ds_memo.solve.headroom import HEADROOM, Candidate, shortest
+from ds_memo.solve.headroom import HEADROOM, shortest
 from ds_memo.solve.memory import device_bytes
 from ds_memo.solve.placement_kinds import Kinds
 from ds_memo.solve.refusals import NothingFits
@@ -79,10 +79,9 @@ def memo(question: Question, costs: Costs) -> Estimate:
     runs: list[RunCosts] = []
 
     def best(tilings: Sequence[Tiles | None]) -> tuple[RunCosts, Solution]:
-        found = [_run(question, costs, budget, tiles) for tiles in tilings]
+        found = [_run(question, costs, careful, tiles) for tiles in tilings]
         runs.extend(found)
-        candidates = [Candidate(replace(run, device_budget=careful), run) for run in found]
-        return shortest(candidates, question.alpha, unplanned_overhead=overhead)
+        return shortest(found, lambda run: replace(run, device_budget=budget), question.alpha, unplanned_overhead=overhead)
 
     try:
         run, solution = _whole_or_in_tiles(question.tile_tokens if budget > 0 else 0, costs, best)

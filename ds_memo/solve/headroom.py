@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from ds_memo.solve.refusals import NothingFits
 from ds_memo.solve.run_costs import RunCosts
@@ -15,18 +15,9 @@ _SHORTER = 1e-3
 """Least relative gain for which layers run in tiles, or in other tiles."""
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """One way to run the layers: whole, or in tiles of one size."""
-
-    run: RunCosts
-    """With a device budget that leaves at least HEADROOM."""
-    most: RunCosts
-    """The same run without headroom, and without non-layer memory that is only estimated."""
-
-
 def shortest(
-    candidates: Sequence[Candidate],
+    candidates: Sequence[RunCosts],
+    without_headroom: Callable[[RunCosts], RunCosts],
     alpha: float | None = None,
     resident_layers: int | None = None,
     may_skip_recompute: bool = True,
@@ -36,8 +27,10 @@ def shortest(
     headroom as the smallest solution needs.
 
     Args:
-        candidates: the first, and of like ones the earlier, is taken unless another is shorter. The layers of the first may go
-            without recompute; layers in tiles may not.
+        candidates: ways to run the layers, whole or in tiles of one size, with a device budget that leaves at least HEADROOM.
+            The first, and of like ones the earlier, is taken unless another is shorter. Layers in tiles may not go without
+            recompute.
+        without_headroom: returns a candidate without headroom, and without non-layer memory that is only estimated.
         alpha, resident_layers, may_skip_recompute, unplanned_overhead: see `solve`.
 
     Returns:
@@ -47,16 +40,16 @@ def shortest(
         NothingFits: none fits without headroom either. It is the error of the candidate that needs least.
     """
     best: tuple[RunCosts, Solution] | None = None
-    refused: list[tuple[Candidate, NothingFits]] = []
+    refused: list[tuple[RunCosts, NothingFits]] = []
     for candidate in candidates:
-        skips = may_skip_recompute and candidate.run.tiles is None
+        skips = may_skip_recompute and candidate.tiles is None
         try:
-            solution = solve(candidate.run, alpha, resident_layers, skips, unplanned_overhead=unplanned_overhead)
+            solution = solve(candidate, alpha, resident_layers, skips, unplanned_overhead=unplanned_overhead)
         except NothingFits as error:
             refused.append((candidate, error))
             continue
         if best is None or solution.step_s < best[1].step_s * (1 - _SHORTER):
-            best = candidate.run, solution
+            best = candidate, solution
         if solution.no_recompute:
             break
     if best is not None:
@@ -64,6 +57,6 @@ def shortest(
     candidate, refusal = min(refused, key=lambda pair: (pair[1].device_needed is None, pair[1].device_needed or pair[1].needed))
     if refusal.device_needed is None:
         raise refusal
-    solve(candidate.most, alpha, resident_layers, may_skip_recompute=False)
-    run = replace(candidate.run, device_budget=refusal.device_needed)  # no more than it needs
+    solve(without_headroom(candidate), alpha, resident_layers, may_skip_recompute=False)
+    run = replace(candidate, device_budget=refusal.device_needed)  # no more than it needs
     return run, solve(run, alpha, resident_layers, may_skip_recompute=False)

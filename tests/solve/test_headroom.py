@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from ds_memo.solve.headroom import Candidate, shortest
+from ds_memo.solve.headroom import shortest
 from ds_memo.solve.refusals import NothingFits
 from ds_memo.solve.run_costs import RunCosts
 from ds_memo.solve.solver import solve
@@ -27,24 +27,24 @@ def least() -> int:
 
 
 def test_a_run_that_fits_takes_no_headroom() -> None:
-    again, solution = shortest([Candidate(LAYERS, with_device(2 * LAYERS.device_budget))])
+    again, solution = shortest([LAYERS], lambda run: with_device(2 * run.device_budget))
     assert again is LAYERS and solution == solve(LAYERS)
 
 
 def test_the_smallest_solution_takes_only_the_headroom_that_it_needs() -> None:
     most = with_device(3 * least())
-    solved_for, solution = shortest([Candidate(with_device(least() - 1), most)])
+    solved_for, solution = shortest([with_device(least() - 1)], lambda run: most)
     assert solved_for.device_budget == least() >= solution.device_bytes
     assert solution.device_bytes < solve(most).device_bytes
 
 
 def test_no_run_takes_more_than_the_headroom() -> None:
     with pytest.raises(NothingFits) as nothing:
-        shortest([Candidate(with_device(least() // 2), with_device(least() - 1))])
+        shortest([with_device(least() // 2)], lambda run: with_device(least() - 1))
     assert nothing.value.budget == least() - 1
 
 
 def test_estimated_non_layer_memory_refuses_no_run() -> None:
     careful = replace(LAYERS, head_bytes=2 * LAYERS.device_budget)
-    solved_for, solution = shortest([Candidate(careful, careful.layers_alone())])
+    solved_for, solution = shortest([careful], RunCosts.layers_alone)
     assert solved_for.device_budget >= solution.device_bytes > LAYERS.device_budget

@@ -78,7 +78,7 @@ def test_no_moment_has_more() -> None:
         for residents in range(len(costs.layers) + 1):
             kinds = place(len(costs.layers), residents)
             forward, between, backward = bytes_of_layers(costs, kinds, 1.0)
-            most = max(forward.max() + costs.forward_bytes, between + costs.head_bytes, backward.max())
+            most = max(max(forward) + costs.forward_bytes, between + costs.head_bytes, max(backward))
             assert (
                 device_bytes(costs, kinds, 1.0)
                 == most + costs.working_bytes

@@ -54,7 +54,7 @@ def test_a_layer_without_recompute_takes_as_much_as_a_resident_one_in_its_backwa
 
 
 def test_ranks_that_agree_on_a_number_agree_on_the_layers() -> None:
-    few, many = place(24, 3, 5).tolist(), place(24, 11, 5).tolist()
+    few, many = place(24, 3, 5), place(24, 11, 5)
     for kinds, residents in ((few, 3), (many, 11)):
         assert (kinds.count(PlacementKind.ON_DEVICE), kinds.count(PlacementKind.NO_RECOMPUTE)) == (residents, 5)
     here, there = ([i for i, kind in enumerate(kinds) if kind == PlacementKind.NO_RECOMPUTE] for kinds in (few, many))

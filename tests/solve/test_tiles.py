@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 
 from ds_memo.placement import Placement, PlacementKind, Tiles
-from ds_memo.solve.headroom import Candidate, shortest
+from ds_memo.solve.headroom import shortest
 from ds_memo.solve.legs import Leg
 from ds_memo.solve.memory import device_bytes
 from ds_memo.solve.placement_kinds import place
 from ds_memo.solve.refusals import NothingFits
-from ds_memo.solve.run_costs import LayerCosts, TileCosts, Working
+from ds_memo.solve.run_costs import LayerCosts, RunCosts, TileCosts, Working
 from ds_memo.solve.schedule import Schedule
 from ds_memo.solve.solver import solve
 from tests.placements import swapped_at
@@ -42,15 +42,19 @@ def tiled(count: int = 8, units: float = 6.0, slower: float = 1.05) -> LayerCost
     return replace(costs, working=working, working_at_0=working, working_without_attention=again, in_tiles=parts)
 
 
-def runs(device: float, host: float = 1e3, **how: float) -> list[Candidate]:
+def runs(device: float, host: float = 1e3, **how: float) -> list[RunCosts]:
     """Return both candidates.
 
     Args:
         device, host: budgets in units.
     """
     budgets = {"host": int(host * UNIT), "device": int(device * UNIT)}
-    both = run(WHOLE, LAYERS, **budgets), replace(run(tiled(**how), LAYERS, **budgets), tiles=Tiles(TOKENS // 8, 8))
-    return [Candidate(costs, costs) for costs in both]
+    return [run(WHOLE, LAYERS, **budgets), replace(run(tiled(**how), LAYERS, **budgets), tiles=Tiles(TOKENS // 8, 8))]
+
+
+def as_it_is(costs: RunCosts) -> RunCosts:
+    """Return a run that has no headroom as it is."""
+    return costs
 
 
 # ---- bytes
@@ -62,7 +66,7 @@ def all_parts_alike(working: Working) -> Working:
 
 
 def test_a_layer_that_recomputes_attention_stores_its_input_alone() -> None:
-    costs = runs(40)[1].run.each(
+    costs = runs(40)[1].each(
         lambda layer: replace(
             layer,
             working_at_0=all_parts_alike(layer.working_at_0),
@@ -135,16 +139,16 @@ def test_a_slow_link_stores_no_tile() -> None:
 
 
 def test_whole_where_that_is_shortest() -> None:
-    _, solution = shortest(runs(300))
+    _, solution = shortest(runs(300), as_it_is)
     assert {placement.tiles for placement in solution.placements} == {None}
 
 
 def test_tiles_where_the_whole_does_not_fit() -> None:
     whole, in_tiles = runs(10)
     with pytest.raises(NothingFits):
-        solve(whole.run)
-    taken, solution = shortest([whole, in_tiles])
-    assert taken is in_tiles.run
+        solve(whole)
+    taken, solution = shortest([whole, in_tiles], as_it_is)
+    assert taken is in_tiles
     assert {placement.tiles for placement in solution.placements} == {Tiles(TOKENS // 8, 8)}
     assert solution.device_bytes <= 10 * UNIT
 
@@ -152,20 +156,20 @@ def test_tiles_where_the_whole_does_not_fit() -> None:
 def test_tiles_where_they_are_shorter() -> None:
     """Both fit: with tiles there is room for residents."""
     whole, in_tiles = runs(45, slower=1.0)
-    one, other = solve(whole.run), solve(in_tiles.run)
+    one, other = solve(whole), solve(in_tiles)
     assert other.step_s < one.step_s
-    assert shortest([whole, in_tiles])[1] == other
+    assert shortest([whole, in_tiles], as_it_is)[1] == other
 
 
 def test_like_steps_take_the_earlier() -> None:
     whole, in_tiles = runs(10)
-    smaller = Candidate(replace(in_tiles.run, tiles=Tiles(1, 1)), in_tiles.most)
-    assert shortest([whole, in_tiles, smaller])[0] is in_tiles.run
+    smaller = replace(in_tiles, tiles=Tiles(1, 1))
+    assert shortest([whole, in_tiles, smaller], as_it_is)[0] is in_tiles
 
 
 def test_both_memories_are_used_before_attention_is_recomputed() -> None:
     """The host is too small for all, so layers stay on the device without GEMM outputs."""
-    solution = solve(runs(20, host=8)[1].run, may_skip_recompute=False)
+    solution = solve(runs(20, host=8)[1], may_skip_recompute=False)
     assert not any(kind.recomputes_attention for kind in solution.kinds)
     assert PlacementKind.GEMMS_RECOMPUTED in solution.kinds and PlacementKind.SWAPPED in solution.kinds
     assert solution.host_bytes <= 8 * UNIT + LAYERS * 8 * 4096 and solution.device_bytes <= 20 * UNIT
@@ -187,20 +191,19 @@ def test_attention_is_recomputed_in_tiles_where_neither_memory_has_room(differs:
 def test_nothing_fits_says_what_tiles_need() -> None:
     whole, in_tiles = runs(5)
     with pytest.raises(NothingFits) as caught:
-        shortest([whole, in_tiles])
-    needs = device_bytes(in_tiles.run, place(LAYERS, 0) + 1, 0.0)  # with attention recomputed
+        shortest([whole, in_tiles], as_it_is)
+    needs = device_bytes(in_tiles, [PlacementKind.SWAPPED_ATTENTION_RECOMPUTED] * LAYERS, 0.0)
     assert caught.value.needed == needs < 10 * UNIT
 
 
 def test_headroom_is_taken_by_the_smallest() -> None:
     whole, in_tiles = runs(5)
-    more = Candidate(in_tiles.run, replace(in_tiles.run, device_budget=10 * UNIT))
-    taken, solution = shortest([whole, more])
+    taken, solution = shortest([whole, in_tiles], lambda run: replace(run, device_budget=(10 if run.tiles else 5) * UNIT))
     assert taken.tiles is not None and solution.device_bytes <= taken.device_budget < 10 * UNIT
 
 
 def test_a_given_alpha_and_given_residents_hold_in_tiles() -> None:
-    _, solution = shortest(runs(60)[1:], alpha=0.5, resident_layers=1)
+    _, solution = shortest(runs(60)[1:], as_it_is, alpha=0.5, resident_layers=1)
     assert solution.alpha == 0.5
     assert [placement.kind for placement in solution.placements].count(PlacementKind.ON_DEVICE) == 1
     assert solution.placements[0] == Placement(PlacementKind.SWAPPED, 0.5, tiles=Tiles(TOKENS // 8, 8))
