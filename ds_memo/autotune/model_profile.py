@@ -100,7 +100,7 @@ class Profiling:
         return any(self._outgrown(kind, shape.length) for kind, shape in called)
 
     def _outgrown(self, kind: int, length: int) -> bool:
-        longest = self.profile.kinds[self.kinds.index(kind)].taken[-1].length
+        longest = self.profile.kinds[self.kinds.index(kind)].samples[-1].length
         return longest < SHORTEST and length > 2 * longest and self._tries[kind] < _TRIES
 
     def again(self, calls: Mapping[int, LayerCall], with_others: bool) -> list[str]:

@@ -222,9 +222,9 @@ def summary(profile: Profile, model: Path, length: int) -> str:
 
 
 def _kind(kind: LayerProfile, batch: int, length: int) -> list[str]:
-    longest = kind.taken[-1]
+    longest = kind.samples[-1]
     rows: list[tuple[str, ...]] = [("tokens", "forward", "backward", "replay", "")]
-    for sample in kind.taken:
+    for sample in kind.samples:
         note = f"check: {kind.off():.1%} off the lines" if sample is kind.check else ""
         rows.append((f"{sample.length:,}", *map(_time, (sample.forward_s, sample.backward_s, sample.replay_s)), note))
     at = kind.costs(batch, length)

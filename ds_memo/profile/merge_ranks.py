@@ -34,7 +34,7 @@ def _needing_most(kinds: Sequence[LayerProfile]) -> LayerProfile:
         return replace(sample, **peaks)
 
     first = kinds[0]
-    whole = replace(first, samples=tuple(map(careful, first.samples)), check=first.check and careful(first.check))
+    whole = replace(first, samples=tuple(map(careful, first.samples)))
     alike = {tuple((sample.batch, sample.length, sample.tile_tokens) for sample in kind.in_tiles) for kind in kinds}
     if len(alike) > 1:  # some rank could not, or its batch was another
         reason = next((kind.not_tiled for kind in kinds if kind.not_tiled), "ranks measured it at different lengths")
@@ -56,7 +56,7 @@ def _needing_most_in_tiles(samples: Sequence[TileSample]) -> TileSample:
 
 def _there(kind: LayerProfile, there: LayerSample) -> LayerSample | LayerCosts:
     """Return a kind at the length of sample `there`: measured, else extrapolated."""
-    for sample in kind.taken:
+    for sample in kind.samples:
         if (sample.batch, sample.length) == (there.batch, there.length):
             return sample
     return kind.costs(there.batch, there.length)

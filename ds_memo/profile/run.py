@@ -262,16 +262,14 @@ def _measured_in_tiles(
 
 
 def _profile(name: str, samples: list[LayerSample], warn: Callable[[str], None]) -> LayerProfile:
-    if len(samples) == 1:
-        return LayerProfile(name, tuple(samples))
+    profile = LayerProfile(name, tuple(samples))
+    if profile.is_trusted():
+        return profile
     if len(samples[1].outputs) != len(samples[2].outputs):  # some experts got no token at the shorter length
         warn(
             f"profile: {name} keeps other tensors at {samples[2].length} tokens than at {samples[1].length}; the longest is used"
         )
         return LayerProfile(name, (samples[2],))
-    profile = LayerProfile(name, tuple(samples[:2]), samples[2])
-    if profile.is_trusted():
-        return profile
     off = profile.off()
     how = f"is {off:.0%} off the lines" if off < math.inf else "keeps other sizes than the lines say"
     lengths = f"{samples[0].length} and {samples[1].length}"

@@ -23,18 +23,15 @@ class LayerProfile:
     name: str
     """Name of the first such layer."""
     samples: tuple[LayerSample, ...]
-    """Shortest first."""
-    check: LayerSample | None = None
-    """A longer sample that checks the lines through `samples`."""
+    """One; two, through which lines go; or these and a longer one that checks the lines."""
     in_tiles: tuple[TileSample, ...] = ()
     """Empty: it cannot run in tiles, or was not measured so."""
     not_tiled: str = ""
     """Why."""
 
     @property
-    def taken(self) -> tuple[LayerSample, ...]:
-        """The samples and the check, longest last."""
-        return self.samples if self.check is None else (*self.samples, self.check)
+    def check(self) -> LayerSample | None:
+        return self.samples[2] if len(self.samples) > 2 else None
 
     def costs(self, batch: int, length: int, spread: float = 1.0, tiles: Tiles | None = None) -> LayerCosts:
         """Extrapolate the layer to any length; see :class:`Extrapolated`.
@@ -42,25 +39,25 @@ class LayerProfile:
         Args:
             tiles: None: it runs whole.
         """
-        found = Extrapolated(self.samples, self.taken[-2:], batch, length, spread)
+        found = Extrapolated(self.samples[:2], self.samples[-2:], batch, length, spread)
         if tiles is None or not self.in_tiles or length <= tiles.tokens:
             return found.costs()
         return in_tiles(found.costs(), found.attention_backward_s, self.in_tiles, batch, length, tiles)
 
     def off(self) -> float:
         """Return the relative error of the lines' seconds at the check; inf if a size is off by more than 1 %."""
-        if self.check is None:
+        if (check := self.check) is None:
             return 0.0
-        if len({len(sample.outputs) for sample in self.taken}) > 1:
+        if len({len(sample.outputs) for sample in self.samples}) > 1:
             return math.inf
-        here = self.costs(self.check.batch, self.check.length)
-        if [output.role for output in here.outputs] != [output.role for output in self.check.outputs]:
+        here = self.costs(check.batch, check.length)
+        if [output.role for output in here.outputs] != [output.role for output in check.outputs]:
             return math.inf
-        kept, predicted = (sum(output.nbytes for output in outputs) for outputs in (self.check.outputs, here.outputs))
-        for got, want in ((predicted, kept), (here.no_recompute_bytes, self.check.no_recompute_bytes)):
+        kept, predicted = (sum(output.nbytes for output in outputs) for outputs in (check.outputs, here.outputs))
+        for got, want in ((predicted, kept), (here.no_recompute_bytes, check.no_recompute_bytes)):
             if abs(got - want) > 0.01 * want:
                 return math.inf
-        seconds = self.check.forward_s + self.check.backward_s
+        seconds = check.forward_s + check.backward_s
         return abs(here.forward_s + here.backward_s - seconds) / seconds if seconds else 0.0
 
     def is_trusted(self) -> bool:

@@ -18,7 +18,7 @@ from tests.profile.samples import make_profile, make_sample
 
 
 def data() -> dict[str, Any]:
-    kind = LayerProfile("layer 0", (make_sample(64), make_sample(128)), check=make_sample(256))
+    kind = LayerProfile("layer 0", (make_sample(64), make_sample(128), make_sample(256)))
     return json.loads(to_json(dataclasses.replace(make_profile(), kinds=(kind,))))
 
 

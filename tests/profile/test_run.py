@@ -47,7 +47,7 @@ def test_times_of_a_gpu_that_was_woken_otherwise_are_not_used_again(monkeypatch)
 
 @pytest.mark.parametrize(
     ("fewer_at", "used", "told"),
-    [((), (1024, 2048), None), ((0,), (2048, 4096), "other sizes than the lines say"), ((0, 1), (4096,), "other tensors")],
+    [((), (1024, 2048, 4096), None), ((0,), (2048, 4096), "other sizes than the lines say"), ((0, 1), (4096,), "other tensors")],
 )
 def test_lengths_at_which_a_layer_keeps_fewer_tensors(fewer_at, used, told):
     """With few tokens, no token visits some experts."""
@@ -61,7 +61,7 @@ def test_lengths_at_which_a_layer_keeps_fewer_tensors(fewer_at, used, told):
 
 
 @pytest.mark.parametrize(
-    "method, least, used", [("fit", 5000, [5000]), ("fit", 0, [1024, 2048]), ("fit", 9999, None), ("direct", 9999, None)]
+    "method, least, used", [("fit", 5000, [5000]), ("fit", 0, [1024, 2048, 4096]), ("fit", 9999, None), ("direct", 9999, None)]
 )
 def test_a_layer_that_takes_no_other_length_than_its_own(method, least, used, monkeypatch):
     """DeepSpeed's Ulysses is such a layer if lengths are fixed."""

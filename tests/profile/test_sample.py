@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ds_memo.profile.layer_sample import LayerSample
 from ds_memo.profile.sample import LayerProfile
 from ds_memo.solve.run_costs import Working
 from tests.profile.samples import HIDDEN, make_profile, make_sample
@@ -90,23 +91,27 @@ def test_what_is_held_at_once_follows_the_longest_two_samples() -> None:
         dataclasses.replace(make_sample(n), working=Working(0, held(n))) for n in (HIDDEN, 4 * HIDDEN, 8 * HIDDEN)
     )
     length = 100 * HIDDEN
-    assert LayerProfile("", (short, middle), long).costs(1, length).working.backward == held(length)
+    assert LayerProfile("", (short, middle, long)).costs(1, length).working.backward == held(length)
     assert LayerProfile("", (short, middle)).costs(1, length).working.backward < 0.95 * held(length)
 
 
 # ---- the check
 
 
+def checked(check: LayerSample) -> LayerProfile:
+    return LayerProfile("layer 0", (make_sample(1024), make_sample(2048), check))
+
+
 def test_a_check_on_the_lines() -> None:
-    profile = dataclasses.replace(layer(1024, 2048), check=make_sample(4096))
+    profile = layer(1024, 2048, 4096)
     assert profile.off() == pytest.approx(0, abs=1e-9) and profile.is_trusted()
     assert layer(1024, 2048).off() == 0
 
 
 def test_a_check_off_the_lines() -> None:
-    slower = dataclasses.replace(layer(1024, 2048), check=make_sample(4096, slower=2.0))
+    slower = checked(make_sample(4096, slower=2.0))
     assert slower.off() == pytest.approx(0.5) and not slower.is_trusted()
-    near = dataclasses.replace(layer(1024, 2048), check=make_sample(4096, slower=1.2))
+    near = checked(make_sample(4096, slower=1.2))
     assert near.off() == pytest.approx(0.2 / 1.2) and near.is_trusted()
 
 
@@ -120,7 +125,7 @@ def test_a_size_off_the_line_is_never_trusted(change: str) -> None:
         check = dataclasses.replace(check, outputs=outputs)
     else:
         check = dataclasses.replace(check, outputs=(*check.outputs[:2], *check.outputs[:1:-1]))
-    assert dataclasses.replace(layer(1024, 2048), check=check).off() == math.inf
+    assert checked(check).off() == math.inf
 
 
 def test_sizes_of_one_token() -> None:
