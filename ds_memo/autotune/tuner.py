@@ -235,11 +235,11 @@ class Tuner:
 
     def _refuse_together(self, mine: NothingFits | None) -> None:
         """Ranks that wait for one that has ended would learn of it much later, and not why."""
-        everybodys = from_all_ranks(mine and (str(mine), mine.where, mine.needed, mine.budget, mine.device_needed))
+        everybodys = from_all_ranks(mine and (str(mine), mine.numbers))
         if mine is not None:
             raise mine
-        rank, (message, *rest) = next((rank, said) for rank, said in enumerate(everybodys) if said)
-        raise NothingFits(f"rank {rank}: {message}", *rest)
+        rank, (message, numbers) = next((rank, said) for rank, said in enumerate(everybodys) if said)
+        raise NothingFits(f"rank {rank}: {message}", *numbers)
 
     @property
     def _may_skip_recompute(self) -> bool:

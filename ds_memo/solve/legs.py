@@ -10,14 +10,8 @@ from ds_memo.solve.run_costs import LayerCosts, RunCosts, TileCosts
 
 @dataclass(slots=True)
 class Durations:
-    """Seconds of one layer at one alpha. A schedule reads them some thousand times: slots are fast."""
+    """Those seconds of a leg that depend on alpha. A schedule reads them some thousand times: slots are fast."""
 
-    swapped: bool
-    in_tiles: bool
-    """A swapped frame is then reloaded tile by tile, during the layer's own backward."""
-    ahead: bool
-    """The reload is issued while the backward is still at the layer above."""
-    forward_s: float
     copies_s: float
     """Copies to the host, one after another."""
     copied_s: float
@@ -45,7 +39,9 @@ class Leg:
     reload_s: float = 0.0
     reload_per_alpha: float = 0.0
     ahead: bool = True
+    """The reload is issued while the backward is still at the layer above."""
     tiles: TileCosts | None = None
+    """Not None: a swapped frame is reloaded tile by tile, during the layer's own backward."""
     reload_input_s: float = 0.0
     reload_first_s: float = 0.0
     """Seconds to reload attention's frame behind the heads that a backward in tiles begins with."""
@@ -101,11 +97,7 @@ class Leg:
         backward_s, waits_s = self.backward_s + self.replay_s - self.saved_s * alpha, 0.0
         if self.tiles is not None and self.copies:
             backward_s, waits_s = self._backward_in_tiles(alpha)
-        copies = self.copies_at(alpha)
-        reload_s = self.reload_s + self.reload_per_alpha * alpha
-        return Durations(
-            bool(self.copies), self.tiles is not None, self.ahead, self.forward_s, *copies, reload_s, backward_s, waits_s
-        )
+        return Durations(*self.copies_at(alpha), self.reload_s + self.reload_per_alpha * alpha, backward_s, waits_s)
 
     def copies_at(self, alpha: float, until: float = float("inf")) -> tuple[float, float]:
         """Return `copies_s` and `copied_s` of the copies that begin before `until`, in seconds after the layer began."""

@@ -28,10 +28,8 @@ class NothingFits(MemoError):
 
     def __init__(self, message: str, where: str, needed: int, budget: int, device_needed: int | None) -> None:
         super().__init__(message)
-        self.where = where
-        self.needed = needed
-        self.budget = budget
-        self.device_needed = device_needed
+        self.numbers = where, needed, budget, device_needed
+        self.where, self.needed, self.budget, self.device_needed = self.numbers
 
 
 def too_little_device_memory(run: RunCosts, alpha: float) -> NothingFits:
@@ -40,8 +38,7 @@ def too_little_device_memory(run: RunCosts, alpha: float) -> NothingFits:
     others = _LESS_NON_LAYER
     if alpha > 0 and least <= run.device_budget:
         others = f"memo.alpha 0, which needs {least / GIB:.3g} GiB, or none, {others}"
-    what = f"even with no resident layer a step at alpha {alpha} needs"
-    return _refused("device", f"device memory: {_beside_states(run, what, need)}", others, need, run.device_budget, need)
+    return _device_refused(run, f"even with no resident layer a step at alpha {alpha} needs", others, need)
 
 
 def too_little_host_memory(run: RunCosts, alpha: float, kinds: Kinds, need: int, files: str | None = None) -> NothingFits:
@@ -64,13 +61,7 @@ def files_too_small(refusal: NothingFits, why: str) -> NothingFits:
     Args:
         refusal: the error without drives.
     """
-    return NothingFits(
-        f"{refusal} Those of memo.nvme are not enough: {why}.",
-        refusal.where,
-        refusal.needed,
-        refusal.budget,
-        refusal.device_needed,
-    )
+    return NothingFits(f"{refusal} Those of memo.nvme are not enough: {why}.", *refusal.numbers)
 
 
 def host_too_small(who: str, need: float, alpha: float, budget: int, most: float) -> str:
@@ -101,31 +92,25 @@ def nothing_fits(run: RunCosts, residents: int) -> NothingFits:
         )
         if without := sum(kind.without_gemms for kind in least):
             what += f", with the inputs of {without} layers that the host has no room for,"
-        what = f"device memory: {_beside_states(run, f'{what} needs', device_needed)}"
-        return _refused("device", what, _LESS_NON_LAYER, device_needed, run.device_budget, device_needed)
-    need, more = (
-        swapped_bytes(run, on_device, 0.0),
-        [layer for layer, kind in zip(run.layers, on_device, strict=True) if kind.without_gemms],
-    )
+        return _device_refused(run, f"{what} needs", _LESS_NON_LAYER, device_needed)
+    need = swapped_bytes(run, on_device, 0.0)
+    more = [layer for layer, kind in zip(run.layers, on_device, strict=True) if kind.without_gemms]
     room = f", and the device has room for those of {len(more)} more" if more else ""
     what = (
         f"{host_words(run)}: the inputs of {len(swapped(on_device))} swapped layers alone need {need / GIB:.3g} GiB, "
         f"{run.host_budget / GIB:.3g} GiB are available to this rank{room}"
     )
-    elsewhere = sum(layer.smallest_frame_bytes for layer in more)
-    return _refused(
-        "host",
-        what,
+    others, elsewhere = (
         f"{_SHORTER}, {_MORE_HOST}, {_MORE_NVME if run.nvme else _NVME}",
-        need,
-        run.host_budget,
-        device_needed,
-        elsewhere,
+        sum(x.smallest_frame_bytes for x in more),
     )
+    return _refused("host", what, others, need, run.host_budget, device_needed, elsewhere)
 
 
-def _beside_states(run: RunCosts, what: str, need: int) -> str:
-    return f"{what} {need / GIB:.3g} GiB beside the model's states, {run.device_budget / GIB:.3g} GiB are free"
+def _device_refused(run: RunCosts, what: str, others: str, need: int) -> NothingFits:
+    free = run.device_budget / GIB
+    what = f"device memory: {what} {need / GIB:.3g} GiB beside the model's states, {free:.3g} GiB are free"
+    return _refused("device", what, others, need, run.device_budget, need)
 
 
 def _refused(where: str, what: str, others: str, need: int, budget: int, device_needed: int, elsewhere: int = 0) -> NothingFits:

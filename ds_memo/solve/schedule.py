@@ -87,17 +87,17 @@ class Schedule:
             files: at least as many as `files(alpha)`; 0: the host is as large as it must be.
         """
         of_legs = [leg.at(alpha) for leg in self._legs]
-        layers = [of_legs[number] for number in self._numbers]
+        legs, layers = self.legs, [of_legs[number] for number in self._numbers]
         drives = self._drives(alpha, files) if files else None
         now = out = back = 0.0  # when compute, and the streams to and from the host, are done with their work so far
         before = 0.0  # when the copies of all swapped layers but the latest are over
         d2h_stall = h2d_stall = 0.0
-        for index, layer in enumerate(layers):
-            sent = out if layer.in_tiles else before
+        for index, (leg, layer) in enumerate(zip(legs, layers, strict=True)):
+            sent = before if leg.tiles is None else out
             if sent > now:
                 d2h_stall += sent - now
                 now = sent
-            if layer.swapped:
+            if leg.copies:
                 if drives is not None:
                     now = drives.make_room(index, now)
                 before, began = out, now
@@ -105,18 +105,18 @@ class Schedule:
                 if now + layer.copied_s > out:
                     out = now + layer.copied_s
                 if index < files:
-                    drives.write(index, began, before, began + layer.forward_s, out)  # type: ignore[union-attr]
-            now += layer.forward_s
+                    drives.write(index, began, before, began + leg.forward_s, out)  # type: ignore[union-attr]
+            now += leg.forward_s
         now += self.run.head_s
         if out > now:
             d2h_stall += out - now
             now = out
         ahead = -1  # the frame whose reload is under way
         for index in range(len(layers) - 1, -1, -1):
-            layer = layers[index]
+            leg, layer = legs[index], layers[index]
             if drives is not None:
                 now = drives.written_above(index, now)
-            if layer.swapped and layer.in_tiles:
+            if leg.copies and leg.tiles is not None:
                 if drives is not None:
                     drives.read_ahead(index, max(now, back, out))
                     now, late = drives.wait_for_tiles(index, now)
@@ -124,7 +124,7 @@ class Schedule:
                 h2d_stall += layer.waits_s
                 now += layer.backward_s
                 continue
-            if layer.swapped:
+            if leg.copies:
                 if ahead != index:
                     if drives is not None:
                         now = drives.read_now(index, now, max(now, back, out))
@@ -134,7 +134,7 @@ class Schedule:
                     now = back
                 ahead = -1
             below = self._swapped_below[index]
-            if ahead < 0 <= below and layers[below].ahead and (drives is None or drives.is_read(below) <= now):
+            if ahead < 0 <= below and legs[below].ahead and (drives is None or drives.is_read(below) <= now):
                 ahead = below
                 back = (now if now > back else back) + layers[below].reload_s
             if drives is not None:
