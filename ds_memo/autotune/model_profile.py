@@ -11,7 +11,6 @@ import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ import torch
 from ds_memo.config import MemoConfig
 from ds_memo.distributed.agree import Do, Failed, alone, from_all_ranks, refuse_differences, together
 from ds_memo.distributed.topology import ranks_per_sequence
-from ds_memo.files import NotPrivate, cache_home
 from ds_memo.profile import cache
 from ds_memo.profile.layer_call import LayerCall
 from ds_memo.profile.layer_kinds import layer_in_words
@@ -75,7 +73,7 @@ class Profiling:
         asked = self._asked(worth_measuring(layers, of_layers, calls), from_all_ranks)
         if not asked.calls:
             raise Failed(["no layer wants a gradient, or none that all ranks call"])
-        folder, key = self._cache(), asked.key()
+        folder, key = cache.open_folder(self._config.cache_dir, self._warn), asked.key()
         everybodys = from_all_ranks(folder and cache.load(folder, key, self._warn))
         if all(everybodys):
             self.profile, self.from_cache = most_careful(everybodys), True
@@ -84,15 +82,6 @@ class Profiling:
             if folder and int(os.environ.get("LOCAL_RANK") or 0) == 0:
                 cache.store(folder, self.profile, self._warn)
         self.kinds = list(asked.calls)
-
-    def _cache(self) -> Path | None:
-        """Return the folder of profiles in the cache folder; None, with a warning, if there is none."""
-        try:
-            folder = Path(self._config.cache_dir) if self._config.cache_dir is not None else cache_home()
-        except NotPrivate as error:
-            self._warn(f"profiles are not cached: {error}; each start measures again. memo.cache_dir names a folder")
-            return None
-        return cache.open_folder(folder, self._warn)
 
     def outgrown(self, shapes: HiddenShapes) -> bool:
         """Return True if these hidden states have far more tokens than a kind was measured with: of few, most is overhead."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,12 @@ from ds_memo.profile.json_file import FORMAT, MOST_PROFILE_BYTES, ProfileError, 
 from ds_memo.profile.sample import Profile
 
 
-def open_folder(folder: str | os.PathLike, warn: Callable[[str], None]) -> Path | None:
-    """Return the profiles' folder inside a cache folder, made if missing; None, after a warning, if it cannot be trusted."""
+def open_folder(cache_dir: str | None, warn: Callable[[str], None]) -> Path | None:
+    """Return the profiles' folder inside a cache folder (None: the user's), made if missing; None, after a warning, if there is
+    none that can be trusted."""
     try:
-        return files.private_folder(files.expanded(folder) / "profiles")
+        home = files.cache_home() if cache_dir is None else files.expanded(cache_dir)
+        return files.private_folder(home / "profiles")
     except files.NotPrivate as error:
         warn(f"profiles are not cached: {error}; each start measures again. memo.cache_dir names another folder")
         return None
