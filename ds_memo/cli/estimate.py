@@ -15,7 +15,7 @@ from ds_memo.errors import brief, quoted
 from ds_memo.estimate import hardware
 from ds_memo.estimate.errors import EstimateError
 from ds_memo.estimate.hardware import Hardware
-from ds_memo.estimate.offload import OFFLOADS
+from ds_memo.estimate.layout import OFFLOADS
 from ds_memo.estimate.question import METHODS, OK, Estimate, Question
 from ds_memo.files import write_output
 from ds_memo.units import GIB, short

@@ -7,15 +7,17 @@ A rank has T = s / ranks tokens. Bytes are bf16 unless stated otherwise.
     context par. keys and values around the ring, hidden behind attention as far as it goes
     ZeRO-3       each layer's parameters gathered for forward and backward and its gradients reduced, hidden as far as it goes
     ZeRO 0 to 2  gradients reduced, and parameters gathered, with the optimizer's step; nothing hides it
-    offload      model states on the link and CPU Adam: offload.py
+    offload      model states on the host, as DeepSpeed keeps them (`offload_optimizer`, `offload_param`; docs/estimate.md): their
+                 copies hide behind a layer as far as it takes, CPU Adam and the rest of the copies hide behind nothing. Reduce
+                 buckets, DeepSpeed's staging buffers and the rounding of pinned blocks are not counted
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 from functools import cached_property
+from typing import NamedTuple
 
-from ds_memo.estimate import offload
 from ds_memo.estimate.hardware import Hardware
 from ds_memo.estimate.kernels import BACKWARD_FLOPS
 from ds_memo.estimate.layout import Layout
@@ -30,6 +32,22 @@ _LOGIT_MOVED, _NORM_MOVED = 36, 128
 states in the norm before them."""
 _OPTIMIZER_MOVED = 32
 """Bytes through device memory per parameter of this rank: fp32 weight, two moments and gradient, read and written."""
+
+_HOST_BYTES = {"none": 0, "optimizer": 18, "all": 20}
+"""Bytes on the host per parameter of a rank's shard."""
+_HOST_MOVED = 42
+"""Bytes through host memory per parameter of a rank's shard: CPU Adam reads four fp32 numbers and writes three (28), gradients
+are scaled (8), and weights are rounded to bf16 (6)."""
+_LEAST_SHARE = 0.5
+"""Share of a link that activations get at least."""
+
+
+class LinkSeconds(NamedTuple):
+    """Seconds of one layer's model states on the link, at full speed."""
+
+    forward_h2d: float
+    backward_h2d: float
+    backward_d2h: float
 
 
 class Costs:
@@ -50,13 +68,50 @@ class Costs:
         self._memory_rate = hardware.device_bandwidth * hardware.device_bandwidth_efficiency
         self.hidden_bytes = 2 * self.tokens * model.hidden
         """Bytes of one tensor as wide as the hidden states: the paper's unit."""
-        self.states_s = offload.layer_link_s(model, hardware, layout)
+        self.shard = model.parameters / layout.tp / (layout.sharded if layout.zero else 1)
+        """Parameters whose optimizer states this rank has."""
 
     @cached_property
     def h2d(self) -> float:
         """Bandwidth of reloads: offloaded model states come over the same link."""
         backward_s = min(layer.backward_s for layer in self.layers())
-        return self.hardware.h2d * offload.activations_share(self.states_s.backward_h2d, backward_s)
+        return self.hardware.h2d * max(_LEAST_SHARE, 1 - self.states_s.backward_h2d / backward_s)
+
+    # ---- model states on the host
+
+    @property
+    def host_state_bytes(self) -> float:
+        """Bytes of this rank's model states on the host."""
+        return _HOST_BYTES[self.layout.offload] * self.shard
+
+    @property
+    def states_s(self) -> LinkSeconds:
+        """Seconds of one layer's copies that its computation hides, as far as it takes.
+
+        Parameters come for the forward and for the backward (`all`). Under ZeRO-3 a bf16 gradient goes to the host and back, to
+        be added up, and goes there again in fp32: DeepSpeed's partition_grads.
+        """
+        layout, machine, shard = self.layout, self.hardware, self.model.layer_parameters / self.layout.tp / self.layout.sharded
+        parameters = 2 * shard if layout.offload == "all" else 0.0
+        gradients = shard if layout.offload != "none" and layout.zero == 3 else 0.0
+        to_device = (parameters + 2 * gradients) / machine.h2d
+        return LinkSeconds(parameters / machine.h2d, to_device, (2 + 4) * gradients / machine.d2h)
+
+    def _offloaded_step_s(self, sequences: int) -> float:
+        """Return the seconds of CPU Adam and of the copies that nothing hides.
+
+        Below ZeRO-3 DeepSpeed copies gradients on the compute stream, unless overlap_comm is set.
+        """
+        layout, machine, shard = self.layout, self.hardware, self.shard
+        ranks = min(layout.gpus, machine.gpus_per_node)
+        seconds = _HOST_MOVED * shard * ranks / (machine.host_bandwidth * machine.host_bandwidth_efficiency)
+        if layout.offload == "optimizer":
+            seconds += 2 * shard / machine.h2d
+        if layout.zero < 3:
+            seconds += 4 * shard / machine.d2h
+        if layout.zero == 2 and sequences > 1:  # added up in bf16, on the host
+            seconds += 2 * shard * (sequences / machine.d2h + (sequences - 1) / machine.h2d)
+        return seconds
 
     # ---- layers
 
@@ -150,11 +205,10 @@ class Costs:
         Args:
             sequences: sequences of this replica in a step.
         """
-        mine = self.model.parameters / self.layout.tp / (self.layout.sharded if self.layout.zero else 1)
         sent_s = self.sent_bytes(sequences) / self._replicas_bandwidth
         if self.layout.offload != "none":
-            return offload.step_s(self.model, self.hardware, self.layout, sequences) + sent_s
-        return _OPTIMIZER_MOVED * mine / self._memory_rate + sent_s
+            return self._offloaded_step_s(sequences) + sent_s
+        return _OPTIMIZER_MOVED * self.shard / self._memory_rate + sent_s
 
     def sent_bytes(self, sequences: int) -> float:
         """Return the bytes through each rank's link in a step below ZeRO-3, where no computation hides them.

@@ -10,7 +10,6 @@ from ds_memo.estimate.costs import Costs
 from ds_memo.estimate.errors import EstimateError
 from ds_memo.estimate.layout import Layout
 from ds_memo.estimate.methods import memo, stock
-from ds_memo.estimate.offload import host_state_bytes
 from ds_memo.estimate.question import OK, OOHM, OOM, Estimate, Question, check
 from ds_memo.units import GIB, round_up
 
@@ -57,7 +56,7 @@ def _on(question: Question, layout: Layout) -> Estimate:
     if question.seq_length % layout.ranks:
         padded = round_up(question.seq_length, layout.ranks)
         notes.append(f"{question.seq_length} tokens do not split into {layout.ranks} equal parts: pad them to {padded}")
-    states = host_state_bytes(model, layout) * question.ranks_on_node
+    states = costs.host_state_bytes * question.ranks_on_node
     left = question.host_bytes - states
     if left < 0:
         why = f"host memory: the model's states alone take {states / GIB:.4g} of {question.host_bytes / GIB:.4g} GiB of the node"

@@ -17,6 +17,12 @@ if TYPE_CHECKING:
     from ds_memo.estimate.model import Model
 
 
+OFFLOADS = ("none", "optimizer", "all")
+"""Model states on the host: none; those of the optimizer, with gradients and a buffer; bf16 parameters, too."""
+LEAST_ZERO = {"none": 0, "optimizer": 1, "all": 3}
+"""Least ZeRO stage at which DeepSpeed offloads."""
+
+
 @dataclass(frozen=True)
 class Layout:
     gpus: int
@@ -25,7 +31,7 @@ class Layout:
     sp: int = 1
     zero: int = 3
     offload: str = "none"
-    """Model states on the host: one of offload.OFFLOADS."""
+    """One of OFFLOADS."""
 
     @property
     def ranks(self) -> int:

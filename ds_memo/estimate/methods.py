@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from ds_memo.estimate.costs import Costs
-from ds_memo.estimate.offload import LEAST_ZERO
+from ds_memo.estimate.layout import LEAST_ZERO
 from ds_memo.estimate.question import DAY_S, OK, OOHM, OOM, Estimate, Question
 from ds_memo.placement import ON_DEVICE, PlacementKind, Tiles
 from ds_memo.planned_alloc import UNPLANNED_OVERHEAD

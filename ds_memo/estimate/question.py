@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ds_memo.estimate import flops
 from ds_memo.estimate.errors import EstimateError
 from ds_memo.estimate.hardware import Hardware
-from ds_memo.estimate.layout import Layout
-from ds_memo.estimate.offload import LEAST_ZERO
+from ds_memo.estimate.layout import LEAST_ZERO, Layout
 from ds_memo.estimate.simulate import Simulated, simulate
 from ds_memo.memory.host import HOST_HEADROOM
 from ds_memo.placement import Placement, PlacementKind, Tiles
@@ -50,7 +49,7 @@ class Question:
     sp: int | None = None
     zero: int | None = None
     offload: str = "none"
-    """Model states on the host: one of offload.OFFLOADS."""
+    """Model states on the host: one of layout.OFFLOADS."""
     alpha: float | None = None
     tile_tokens: int | None = None
     """0: layers run whole."""

@@ -10,10 +10,9 @@ from ds_memo.estimate import hardware
 from ds_memo.estimate.costs import Costs
 from ds_memo.estimate.errors import EstimateError
 from ds_memo.estimate.estimate import candidates, estimate
-from ds_memo.estimate.layout import Layout
+from ds_memo.estimate.layout import LEAST_ZERO, OFFLOADS, Layout
 from ds_memo.estimate.methods import state_bytes
 from ds_memo.estimate.model import load
-from ds_memo.estimate.offload import LEAST_ZERO, OFFLOADS
 from ds_memo.estimate.question import OK, OOHM, OOM, Question
 from ds_memo.units import GIB
 from tests.estimate.models import LLAMA_8B
