@@ -12,7 +12,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 import ds_memo
-from ds_memo.estimate import flops
+from ds_memo.estimate import hardware
 from ds_memo.profile.live import LiveBytes
 
 
@@ -61,10 +61,10 @@ def speed(
 def mfu(engine: deepspeed.DeepSpeedEngine, flops_per_sequence: float | None, seconds: float) -> float | None:
     """Model FLOPs utilisation; None where the device's peak (known for 16-bit dtypes) or the model's count is not."""
     half = engine.module.dtype.itemsize == 2
-    peak = flops.peak_flops(torch.cuda.get_device_name(engine.device)) if engine.device.type == "cuda" and half else None
+    peak = hardware.peak_flops(torch.cuda.get_device_name(engine.device)) if engine.device.type == "cuda" and half else None
     if peak is None or flops_per_sequence is None:
         return None
-    return flops.mfu(engine.train_batch_size() * flops_per_sequence, seconds, dist.get_world_size(), peak)
+    return hardware.mfu(engine.train_batch_size() * flops_per_sequence, seconds, dist.get_world_size(), peak)
 
 
 def of_the_run(engine: deepspeed.DeepSpeedEngine, seq_length: int, sp: int) -> dict[str, Any]:

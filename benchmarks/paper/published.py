@@ -17,8 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from benchmarks.paper_alpha import paper_alpha
-from ds_memo.estimate.flops import mfu
-from ds_memo.estimate.hardware import Hardware
+from ds_memo.estimate.hardware import Hardware, mfu
 from ds_memo.estimate.layout import Layout
 from ds_memo.estimate.methods import CACHE_GROWTH, LOGIT_BYTES
 from ds_memo.estimate.question import OK, OOHM, OOM

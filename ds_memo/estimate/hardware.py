@@ -1,4 +1,4 @@
-"""Machines as data: hardware_data/*.json, or the user's own file with the same keys.
+"""Machines as data, and MFU: hardware_data/*.json, or the user's own file with the same keys.
 
 Each number is {"value", "unit", "source"}. Bandwidths of links are those of one GPU in one
 direction while all GPUs of its node copy.
@@ -36,6 +36,10 @@ _FIELDS: dict[str, tuple[dict[str, float], float, float]] = {
 }
 """Units of each number, and the least and most that it may be in the first of them."""
 _WHOLE = ("gpus_per_node", "multiprocessors")
+# Chips with the same peak as one in hardware_data/.
+_SAME_PEAK = {"h800": "h100", "gh200": "h200"}
+# PCIe cards have a smaller power budget (NVIDIA's data sheets: dense bf16).
+_PCIE_PEAK = {"h100": 756e12}
 
 
 @dataclass(frozen=True)
@@ -137,6 +141,34 @@ def load(name_or_path: str) -> Hardware:
             f"{example}, put its numbers in and name that file"
         )
     return _parse(read_json(path, "hardware"), quoted(name_or_path))
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Return the dense bf16 peak of a device, or None if it is not known.
+
+    Args:
+        device_name: The result of torch.cuda.get_device_name(), e.g. "NVIDIA H200" or "NVIDIA A100-SXM4-80GB".
+
+    Returns:
+        FLOP/s of one device.
+    """
+    said = words(device_name)
+    name = next((chip for word in said if (chip := _SAME_PEAK.get(word, word)) in names()), None)
+    if "pcie" in said and name in _PCIE_PEAK:
+        return _PCIE_PEAK[name]
+    return load(name).peak if name else None
+
+
+def mfu(flops: float, seconds: float, ranks: int, peak: float) -> float:
+    """Return the model FLOPs utilisation of one step, 0 to 1.
+
+    Args:
+        flops: Model FLOPs of the step over all ranks.
+        seconds: Wall-clock time of the step.
+        ranks: Devices that worked on it.
+        peak: FLOP/s of one device.
+    """
+    return flops / (seconds * ranks * peak)
 
 
 def read_json(path: Path, what: str) -> dict[str, Any]:

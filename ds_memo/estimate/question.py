@@ -12,9 +12,8 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ds_memo.estimate import flops
 from ds_memo.estimate.errors import EstimateError
-from ds_memo.estimate.hardware import Hardware
+from ds_memo.estimate.hardware import Hardware, mfu
 from ds_memo.estimate.layout import LEAST_ZERO, Layout
 from ds_memo.estimate.simulate import Simulated, simulate
 from ds_memo.memory.host import HOST_HEADROOM
@@ -106,7 +105,7 @@ class Estimate:
         if self.step_s is None:
             return None
         q = self.question
-        return flops.mfu(self.sequences * q.model.sequence_flops(q.seq_length), self.step_s, q.gpus, q.hardware.peak)
+        return mfu(self.sequences * q.model.sequence_flops(q.seq_length), self.step_s, q.gpus, q.hardware.peak)
 
     @property
     def tgs(self) -> float | None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ds_memo.distributed.topology import ranks_per_sequence
-from ds_memo.estimate.flops import mfu, peak_flops
+from ds_memo.estimate.hardware import mfu, peak_flops
 from ds_memo.hf.model_flops import model_flops
 
 _STEPS = 20

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ds_memo.estimate.flops import mfu, peak_flops
+from ds_memo.estimate.hardware import mfu, peak_flops
 from ds_memo.hf.model_flops import sequence_flops
 from tests.estimate.gpt import gpt_parameters
 
