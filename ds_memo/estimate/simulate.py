@@ -107,7 +107,7 @@ class VirtualStreams:
 
 @dataclass(eq=False, slots=True)
 class Virtual:
-    """A number of bytes of a layer: a tensor, what a frame keeps of it (ds_memo.swap.frame.Kept), and its rows on the host."""
+    """A number of bytes of a layer: a tensor, what a frame keeps of it (ds_memo.swap.frame.Kept), and where it is on the host."""
 
     layer: int
     nbytes: float
@@ -145,11 +145,6 @@ class VirtualLayout(NamedTuple):
         return None
 
 
-@dataclass(eq=False)
-class VirtualBlock:
-    nbytes: int
-
-
 class VirtualSlab:
     """A virtual ds_memo.swap.host_slab.HostSlab.
 
@@ -167,15 +162,15 @@ class VirtualSlab:
     def held_by(self, engine: SwapEngine) -> None:
         self._engine = engine
 
-    def allocate(self, nbytes: int, wanted_by: str) -> VirtualBlock:
+    def allocate(self, nbytes: int, wanted_by: str) -> Virtual:
         if nbytes > self.left:
             self._engine.make_room(lambda: nbytes <= self.left)
         if nbytes > self.left:
             _no_room(f"host memory for {wanted_by}")
         self.left -= nbytes
-        return VirtualBlock(nbytes)
+        return Virtual(-1, nbytes)
 
-    def free(self, block: VirtualBlock) -> None:
+    def free(self, block: Virtual) -> None:
         self.left += block.nbytes
 
     def close(self) -> None: ...
@@ -213,10 +208,10 @@ class VirtualFiles:
     def extents(self) -> list[file_protocol.Extent]:
         return list(self._names)
 
-    def write(self, block: VirtualBlock, extent: file_protocol.Extent, after: tuple[Moment, ...]) -> VirtualTransfer:
+    def write(self, block: Virtual, extent: file_protocol.Extent, after: tuple[Moment, ...]) -> VirtualTransfer:
         return self._transfer(WRITE, "write", extent, self.costs.write_bytes_per_s, after)
 
-    def read(self, extent: file_protocol.Extent, block: VirtualBlock, after: tuple[Moment, ...]) -> VirtualTransfer:
+    def read(self, extent: file_protocol.Extent, block: Virtual, after: tuple[Moment, ...]) -> VirtualTransfer:
         return self._transfer(READ, "read", extent, self.costs.read_bytes_per_s, after)
 
     def _transfer(
