@@ -29,6 +29,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,8 @@ from benchmarks.predict import in_words
 from benchmarks.rivals import OURS, PLANNED, RIVALS, SWAPPING, Budget, Rival
 from benchmarks.timing import clear
 from benchmarks.workloads import NAMES, Shape, build, shapes, step_flops
-from ds_memo.profile.bandwidth import measure_bandwidth
+from ds_memo.profile.bandwidth import CopyBench
+from ds_memo.swap.stream_protocol import D2H
 from ds_memo.units import GIB
 
 ASSUMED_FLOPS = {"cuda": 4.5e14, "cpu": 3e9}
@@ -222,10 +224,16 @@ def show(point: dict[str, Any]) -> None:
         say(f"      gradients off by at most {worst:.2e}, bar {point['gradients']['bar']:.2e}")
 
 
+def measure_bandwidth(device: torch.device, budget: int) -> float:
+    """Return bytes per second to the host, for this rank alone."""
+    with closing(CopyBench(device, budget)) as bench:
+        return bench.rate(D2H)
+
+
 def make_budget(run: results.Run, device: torch.device, host_gib: float | None, device_gib: float | None = None) -> Budget:
     """Return the rivals' budget; a measurement that raises is a failure and counts as 0."""
     host = run.attempt("host memory", host_memory.budget, host_gib, device) or 0
-    rate = run.attempt("link", lambda: measure_bandwidth(device, min(host, GIB))[0]) or 0.0
+    rate = run.attempt("link", lambda: measure_bandwidth(device, min(host, GIB))) or 0.0
     device_bytes = None if device_gib is None else int(device_gib * GIB)
     return Budget(device, host, device_bytes=device_bytes, bandwidth=rate)
 

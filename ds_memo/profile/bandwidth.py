@@ -109,12 +109,3 @@ def _largest(slab: HostSlab) -> Block:
             if nbytes <= PAGE:
                 raise
             nbytes //= 2
-
-
-def measure_bandwidth(device: torch.device, budget: int, chunk: int = CHUNK) -> tuple[float, float]:
-    """Return bytes per second to and from the host, for this rank alone. See :class:`CopyBench`."""
-    bench = CopyBench(device, budget, chunk)
-    try:
-        return bench.rate(D2H), bench.rate(H2D)
-    finally:
-        bench.close()

@@ -6,6 +6,7 @@ import gc
 import os
 import threading
 import time
+from contextlib import closing
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ import torch
 from ds_memo.errors import MemoError
 from ds_memo.memory.numa import Node
 from ds_memo.profile import bandwidth
-from ds_memo.profile.bandwidth import CopyBench, measure_bandwidth
+from ds_memo.profile.bandwidth import CopyBench
 from ds_memo.profile.live import LiveBytes
 from ds_memo.swap import host_pool as pool
 from ds_memo.swap import host_slab
@@ -102,7 +103,8 @@ class Throttled(ThreadStreams):
 def test_each_direction_has_its_own_rate(monkeypatch):
     """Each direction of a throttled link is measured at its own rate."""
     monkeypatch.setattr(bandwidth, "streams_for", lambda device: Throttled(40e6, 800e6))
-    d2h, h2d = measure_bandwidth(CPU, 1 << 30, chunk=1 << 16)
+    with closing(CopyBench(CPU, 1 << 30, chunk=1 << 16)) as bench:
+        d2h, h2d = bench.rate(D2H), bench.rate(H2D)
     assert d2h <= 40e6 and h2d <= 800e6  # a sleep is never too short; how much longer depends on the machine
     assert h2d > d2h
 
@@ -130,9 +132,11 @@ def test_nothing_is_left(monkeypatch, fails):
     with LiveBytes() as count:
         if fails:
             with pytest.raises(MemoError):
-                measure_bandwidth(CPU, 1 << 30, chunk=1 << 16)
+                CopyBench(CPU, 1 << 30, chunk=1 << 16)
         else:
-            measure_bandwidth(CPU, 1 << 30, chunk=1 << 16)
+            with closing(CopyBench(CPU, 1 << 30, chunk=1 << 16)) as bench:
+                bench.rate(D2H)
+            del bench
     gc.collect()
     assert count.live == 0
     assert threading.active_count() == before
