@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ds_memo.cli.arguments import MOST_MESSAGE, count, gib, tokens
-from ds_memo.errors import MemoError, quoted
+from ds_memo.errors import MemoError, brief, quoted
 from ds_memo.files import MOST_CONFIG_BYTES, write_output
 from ds_memo.profile.json_file import to_json
 from ds_memo.profile.sample import LayerProfile, LayerSample, Profile
@@ -156,7 +156,7 @@ def _ranks(wanted: str | None) -> Iterator[tuple[torch.device, int]]:
     if wanted == "cuda" and not has_cuda:
         raise MemoError("--device cuda: PyTorch sees no CUDA device here; leave it out, or take cpu")
     kind = wanted or ("cuda" if has_cuda else "cpu")
-    local, world = (int(os.environ.get(name) or default) for name, default in (("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
+    local, world = _environment("LOCAL_RANK", 0), _environment("WORLD_SIZE", 1)
     device = torch.device(kind, local) if kind == "cuda" else torch.device(kind)
     if kind == "cuda":
         if local >= torch.cuda.device_count():
@@ -173,6 +173,13 @@ def _ranks(wanted: str | None) -> Iterator[tuple[torch.device, int]]:
         yield device, dist.get_rank()
     finally:
         dist.destroy_process_group()
+
+
+def _environment(name: str, default: int) -> int:
+    value = os.environ.get(name) or str(default)
+    if not (value.isdecimal() and len(value) < 10):
+        raise MemoError(f"the environment's {name} is {brief(value)}, expected a whole number, which a launcher sets")
+    return int(value)
 
 
 # ---- the summary

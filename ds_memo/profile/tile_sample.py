@@ -37,9 +37,9 @@ class TileSample:
     result_differs: bool
     """As in :class:`ds_memo.solve.run_costs.TileCosts`. What the backward begins with is then in "tails_backward"."""
     seconds: tuple[float, ...]
-    """Of each of PARTS, if no GEMM output is stored."""
+    """Seconds of each of PARTS, if no GEMM output is stored."""
     peaks: tuple[tuple[Peak, ...], ...]
-    """Of each of PARTS, in 1, 2, 4, … groups of heads, as many as attention can be divided into."""
+    """Peaks of each of PARTS, in 1, 2, 4, … groups of heads, as many as attention can be divided into."""
 
     @property
     def most_groups(self) -> int:
