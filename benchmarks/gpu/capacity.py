@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from benchmarks import results
-from benchmarks.open_slab import held_open, in_words, watched
+from benchmarks.open_slab import held_open
 from benchmarks.results import unmeasured
 from benchmarks.rivals import OURS, PLANNED, RIVALS, SWAPPING, Budget, Installed, paper
 from benchmarks.speed import add_common, make_budget
@@ -248,8 +248,6 @@ def measure(
             run.failures.append(f"{name}: {why}")
         run.save(claims=before + claims(rows))
         text = f"{best['length']} tokens, {best['step_s']:.3g} s a step" if best else "no length fits"
-        if probes and (locked := probes[-1].get("locked")):
-            text += f"; {in_words(locked)}"
         results.say(f"    host {host / GIB:6.3g} GiB  {rival:22s} {text}{f' ({why[:60]})' if why else ''}")
     compared = [row for row in rows if row["rival"] == PLANNED and lengths_to_compare(row, rows)]
     for number, ours in enumerate(compared):
@@ -328,12 +326,8 @@ def main(arguments: list[str] | None = None) -> int:
         device = torch.device(options.device)
         budget = Budget(device, options.host_bytes, options.device_bytes, bandwidth=options.bandwidth)
         shape = shapes(device)[options.workload]
-        with watched() as locking, held_open(budget) as budget:
-
-            def tell(found: dict[str, Any]) -> None:
-                print(json.dumps(found | {"locked": locking.report()}), flush=True)
-
-            search_here(shape, options.child, budget, tell, options.lengths)
+        with held_open(budget) as budget:
+            search_here(shape, options.child, budget, lambda found: print(json.dumps(found), flush=True), options.lengths)
         return 0
     device = results.device_or_exit(options.device, "capacity")
     cuda = device.type == "cuda"

@@ -3,7 +3,8 @@
 scenarios        on CUDA: the op with all other users of device memory (tests/ops/cuda_scenarios), with torch's
                  segments and with expandable ones
 pairs            nanoseconds of a planned request (benchmarks/allocator.py)
-training         memory that training holds (benchmarks/allocator_gpu.py): with one length, and with three that take turns
+
+Memory that training holds is `gpu.sh planner`'s.
 """
 
 from __future__ import annotations
@@ -18,20 +19,13 @@ from typing import Any
 
 import torch
 
-from benchmarks import allocator, allocator_gpu
+from benchmarks import allocator
 
 Left = Callable[[], float]
 """Seconds that are left."""
 
 
-def measure(
-    device: torch.device,
-    attempt: Callable[[str, Callable[[], Any], Left], Any],
-    left: Left,
-    hidden: int,
-    layers: int,
-    tokens: int,
-) -> dict[str, Any]:
+def measure(device: torch.device, attempt: Callable[[str, Callable[[], Any], Left], Any], left: Left) -> dict[str, Any]:
     """Run all of it.
 
     Args:
@@ -44,19 +38,10 @@ def measure(
         print(f"    {segments}: {passed} scenarios passed")
         result["scenarios"][segments] = passed
         result["failures"] += [f"allocator, {segments}: {failure}" for failure in failures]
-    lengths = [tokens, tokens // 2, tokens * 3 // 4]
     indexed = torch.empty(0, device=device).device  # the op wants the device's number
     result["pairs"] = pairs = attempt("allocator, pairs", lambda: allocator.measure(10, indexed), left)
     if pairs.keys() == {"failures"}:  # it raised or would begin too late; its bars, nanoseconds, depend on what else runs
         result["failures"] += pairs["failures"]
-    trainings = attempt(
-        "allocator, training", lambda: allocator_gpu.measure(device, hidden, layers, [lengths[:1], lengths], 6, left), left
-    )
-    if isinstance(trainings, dict):  # it raised or would begin too late
-        result["failures"] += trainings["failures"]
-        return result
-    result["fixed_length"], result["three_lengths"] = trainings
-    result["failures"] += [failure for training in trainings for failure in training["failures"]]
     return result
 
 

@@ -16,15 +16,21 @@ import torch
 
 import ds_memo
 from benchmarks import cuda_calls, overhead, point, speed
-from benchmarks.allocator_gpu import STEPS_TO_A_PLAN
 from benchmarks.assertions import DRIVER, TIMES, Assertion, Machine, Measured, Skip
 from benchmarks.rivals import PLANNED, RIVALS, SWAPPING, Budget, Installed
 from benchmarks.timing import Memory, Trainer, clear, served
 from benchmarks.workloads import batch, build, gpt_shape, shapes
 from ds_memo.units import GIB
 
-STEPS = 3
+STEPS, STEPS_TO_A_PLAN = 3, 4
 SANITIZER, SANITIZER_S = "compute-sanitizer", 60
+PLANNED_STEPS = """
+import torch
+from benchmarks.planner import train
+from benchmarks.rivals import Budget
+from benchmarks.workloads import gpt_shape
+train(gpt_shape(2, 512, 4, (2048,)), True, [2048], Budget(torch.device("cuda"), 1 << 30))
+"""
 MOST_IDLE, MOST_OFF, MOST_STALLED = 0.10, 0.10, 0.02
 """Shares of a step."""
 MOST_OUTSIDE = GIB
@@ -93,18 +99,7 @@ def addresses(machine: Machine) -> Measured:
 def sanitizer(machine: Machine) -> Measured:
     if shutil.which(SANITIZER) is None:
         raise Skip(f"{SANITIZER} is not on the PATH; it comes with the CUDA toolkit")
-    words = ["--hidden=512", "--layers=2", "--lengths=2048", "--steps=1", "--planned", "--device=cuda"]
-    command = [
-        SANITIZER,
-        "--tool",
-        "memcheck",
-        "--error-exitcode",
-        "86",
-        sys.executable,
-        "-m",
-        "benchmarks.allocator_gpu",
-        *words,
-    ]
+    command = [SANITIZER, "--tool", "memcheck", "--error-exitcode", "86", sys.executable, "-c", PLANNED_STEPS]
     limit = min(SANITIZER_S, max(1.0, machine.left_s()))
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=limit, cwd=Path(__file__).parents[2], check=False)
@@ -212,7 +207,7 @@ POINT_9 = [
         9,
         "planned addresses in steady steps",
         "hits, no misses, no cudaMalloc or cudaFree",
-        "read the misses' reason in docs/troubleshooting.md; `gpu.sh check --parts allocator` compares all ways to allocate",
+        "read the misses' reason in docs/troubleshooting.md; `gpu.sh planner` compares all ways to allocate",
         addresses,
     ),
 ]
@@ -221,7 +216,8 @@ SANITIZED = [
         9,
         "compute-sanitizer on a planned step",
         "no errors",
-        "the first error names a kernel and an address: see if it is in the arena, and run the same command with --no-planned",
+        "the first error names a kernel and an address: see if it is in the arena, and run PLANNED_STEPS (first_steps.py) with "
+        "False for True",
         sanitizer,
         frozenset({DRIVER}),
         only_cuda=True,

@@ -17,10 +17,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
+import subprocess
 import sys
 import tempfile
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,10 +33,11 @@ from benchmarks import results
 from benchmarks.rivals import RIVALS, SWAPPING, Budget
 from benchmarks.speed import add_common
 from benchmarks.timing import Trainer, arena, placements, served, timed
-from benchmarks.ways import WAYS, run_apart
 from benchmarks.workloads import NAMES, Shape, batch, build, shapes
 from ds_memo.units import GIB
 
+WAYS = {"native": (False, False), "planned": (False, True), "expandable segments": (True, False), "both": (True, True)}
+"""Expandable segments, planned addresses; those that the bars compare come first."""
 LEAST_S = 20.0
 """Seconds that a way needs: a process has to load its libraries and to train until addresses are planned."""
 BAR = 1.02
@@ -79,9 +83,22 @@ def train(shape: Shape, planned: bool, lengths: list[int], budget: Budget) -> di
 
 
 def run_way(shape: Shape, way: str, lengths: list[int], budget: Budget, seconds: float) -> dict[str, Any]:
-    words = [f"--child={int(WAYS[way][1])}", f"--workload={shape.name}", f"--device={budget.device.type}"]
+    """Train in a process of its own: the allocator's configuration is the process's. Return `train`'s row, or an "error"."""
+    expandable, planned = WAYS[way]
+    words = [f"--child={int(planned)}", f"--workload={shape.name}", f"--device={budget.device.type}"]
     words += [f"--host-bytes={budget.host_bytes}", f"--cache-dir={budget.cache_dir}", "--lengths", *map(str, lengths)]
-    return run_apart("benchmarks.planner", words, way, seconds)
+    command = [sys.executable, "-m", "benchmarks.planner", *words]
+    given = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True" if expandable else ""}
+    root = Path(__file__).parents[2]
+    try:
+        done = subprocess.run(
+            command, env=given, capture_output=True, text=True, timeout=max(1.0, seconds), cwd=root, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return {"error": f"{results.NO_TIME} after {seconds:.0f} s"}
+    if done.returncode:
+        return {"error": f"exit {done.returncode}: {done.stderr[-3000:]}"}
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def claims(ways: dict[str, dict[str, Any]], where: str) -> list[dict[str, Any]]:

@@ -39,7 +39,7 @@ import torch
 from benchmarks import attention, results
 from benchmarks import host as host_memory
 from benchmarks.claims import claims
-from benchmarks.open_slab import locked_once
+from benchmarks.open_slab import held_open
 from benchmarks.point import NEEDED, WARM_UP, run_point, urgency
 from benchmarks.predict import in_words
 from benchmarks.rivals import OURS, PLANNED, RIVALS, SWAPPING, Budget, Rival
@@ -261,7 +261,7 @@ def main(arguments: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as cache, tempfile.TemporaryDirectory() as made:
         # Profiles in the cache are of this run, not of one before.
         budget = replace(make_budget(run, device, options.host_gib, options.device_gib), cache_dir=cache)
-        with locked_once(run, budget) as budget:
+        with held_open(budget) as budget:
             run.attempt("speed", measure, run, points, rivals, budget, options.budget_s, not options.no_attention, Path(made))
         return run.finish(Path(made))
 

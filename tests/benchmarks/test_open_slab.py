@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from contextlib import nullcontext
 
 import pytest
@@ -50,22 +49,6 @@ def test_turns_map_host_memory_once_while_a_slab_is_open(held, mapped):
         take_turns(budget)
         assert (mapped == first) is held
     assert pool.size == 0 and not pool.clients
-
-
-def test_locking_is_timed_and_put_in_words(monkeypatch):
-    monkeypatch.setattr(pinned_segments, "pin", lambda segment: time.sleep(0.02))
-    monkeypatch.setattr(pinned_segments, "touch", lambda segment: time.sleep(0.01))
-    before = pinned_segments.pin
-    with open_slab.watched() as locking:
-        assert open_slab.in_words(locking.report()) == "host memory: none was locked"
-        for _ in range(2):
-            segment = pinned_segments.map_pages(1 << 20)
-            pinned_segments.touch(segment)
-            pinned_segments.pin(segment)
-    report = locking.report()
-    assert report["bytes"] == 2 << 20 and report["segments"] == 2 and report["seconds"] >= 0.06
-    assert report["gb_per_s"] == pytest.approx(report["bytes"] / report["seconds"] / 1e9)
-    assert "2 segments" in open_slab.in_words(report) and pinned_segments.pin is before
 
 
 def test_a_rival_with_pinned_memory_of_its_own_has_room():

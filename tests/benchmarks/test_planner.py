@@ -59,7 +59,7 @@ def test_what_the_bars_compare_comes_first():
 
 @pytest.mark.slow
 def test_planner_runs_each_way_in_a_process(tmp_path, monkeypatch):
-    monkeypatch.setattr(planner, "WAYS", {way: planner.WAYS[way] for way in ("native", "planned")})
+    monkeypatch.setattr(planner, "WAYS", {"planned": planner.WAYS["planned"]})
     assert planner.main(["--device", "cpu", "--out", str(tmp_path), "--host-gib", "0.1", "--workloads", "gpt7b"]) == 0
     (path,) = tmp_path.glob("planner-cpu-*.json")
     found = json.loads(path.read_text())

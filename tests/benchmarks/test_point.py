@@ -222,15 +222,15 @@ def test_the_prediction_keeps_to_the_device_budget(tmp_path):
     trainer = timing.Trainer(speed.build(shape, CPU), point.batch(shape, 96, CPU))
     said = [
         predict.predict(trainer, shape, 96, Budget(CPU, GIB, nbytes, cache_dir=str(tmp_path)), tmp_path, hardware="h200")
-        for nbytes in (500_000, 800_000, GIB)
+        for nbytes in (500_000, GIB)
     ]
     for found in said:
         assert "why" not in found and found["estimate"]["status"] == "ok"
         assert found["estimate"]["resident_layers"] == found["resident_layers"]
         assert found["estimate"]["alpha"] == pytest.approx(found["alpha"], abs=1e-3)
         assert found["step_s"] == pytest.approx(found["solver"]["layers_s"], rel=0.3)  # an optimizer beside tiny layers
-    assert [found["estimate"]["binding"].startswith("everything fits") for found in said] == [False, False, True]
-    assert said[0]["estimate"]["device_gib"] < said[1]["estimate"]["device_gib"] < said[2]["estimate"]["device_gib"]
+    assert [found["estimate"]["binding"].startswith("everything fits") for found in said] == [False, True]
+    assert said[0]["estimate"]["device_gib"] < said[1]["estimate"]["device_gib"]
 
 
 @pytest.mark.slow
