@@ -20,7 +20,7 @@ TOKENS = 2048
 LAYERS = 2
 SMALL = Tiles(128, 2)
 
-pytestmark = pytest.mark.usefixtures("own_cache")
+pytestmark = [pytest.mark.usefixtures("own_cache"), pytest.mark.slow]
 
 
 def trained(model: Any, steps: int = 1, **section: Any) -> tuple[Any, dict[str, Any]]:
@@ -54,7 +54,6 @@ def test_a_profile_has_tiles(profile: Any) -> None:
     assert least(profile, SMALL) < 0.6 * least(profile, None)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("alpha", (None, 0.5))
 def test_layers_that_do_not_fit_run_in_tiles(profile: Any, alpha: float | None) -> None:
     model = small("llama")
@@ -76,7 +75,6 @@ def test_layers_that_do_not_fit_run_in_tiles(profile: Any, alpha: float | None) 
     assert report["plan"]["hits"] > 100 and not missed, "native: what the test keeps of a step outlives its pass"
 
 
-@pytest.mark.slow
 def test_never(profile: Any) -> None:
     """Then layers that do not fit recompute attention, or the run is refused."""
     section = {"device_memory_gib": 1.5 * least(profile, SMALL) / GIB, "tile_tokens": 0}
@@ -88,7 +86,6 @@ def test_never(profile: Any) -> None:
         assert report["tiles"] is None
 
 
-@pytest.mark.slow
 def test_a_given_tile_with_the_rest_solved() -> None:
     _, report = trained(small("llama"), tile_tokens=512, plan={"enabled": False})
     assert report["tiles"]["tokens"] == 512 and report["tiles"]["layers"] == [0, 1]

@@ -121,6 +121,7 @@ def test_the_end_of_the_scale_has_an_answer(capsys):
     assert got["status"] in ("ok", "oom", "oohm") and (got["mfu"] is None) == (got["status"] != "ok")
 
 
+@pytest.mark.slow
 def test_longest_and_fewest(capsys):
     longest = answer(capsys, "--max-length", "--tile-tokens", "0")
     assert 2 << 20 <= longest["seq_length"] < 4 << 20
@@ -300,7 +301,7 @@ def test_what_drives_are_rated_for_binds(capsys):
 
 def test_slow_drives_are_not_written(capsys):
     without = answer(capsys, *LONG, base=H100)
-    for rates in ("0.01", "48,0.01", "0.01,48"):
+    for rates in ("48,0.01", "0.01,48"):
         got = answer(capsys, *LONG, "--nvme-gib", "15000", "--nvme-gb-per-s", rates, base=H100)
         assert got["nvme_gib"] == 0 and got["step_s"] == without["step_s"]
 

@@ -60,6 +60,7 @@ def test_from_a_config_to_an_estimate(tmp_path):
     assert answer["parts"]["step_s"]["forward"] == pytest.approx(6 * (attention + rest))
 
 
+@pytest.mark.slow
 def test_a_fit_runs_short_lengths_only(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(run, "SHORTEST", 64)
     monkeypatch.setattr(run, "LONGEST", 128)

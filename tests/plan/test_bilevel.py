@@ -125,7 +125,7 @@ def traces(draw):
 
 
 @given(traces(), st.sampled_from(["greedy", "search"]))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_random_traces_give_verified_plans(trace, solver):
     plan = plan_trace(trace, solver=solver, seconds=2)
     reverify(plan, trace)

@@ -54,7 +54,7 @@ def instructions(work) -> int:
 
 
 @given(traces(), st.sampled_from(["greedy", "search", "cbc"]), st.sampled_from([1e-9, 0.05]))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_no_limit_is_too_short_for_greedys_plan(trace, solver, seconds):
     plan = plan_trace(trace, solver=solver, seconds=seconds)
     assert plan.lower_bound <= plan.peak <= swept(trace)

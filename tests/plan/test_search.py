@@ -18,7 +18,7 @@ needs_compiler = pytest.mark.skipif(bool(lacks()), reason=str(lacks()))
 
 @needs_compiler
 @given(problem=problems(most=6, longest=6, largest=5))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_finds_the_optimum_and_proves_that_there_is_no_better(problem):
     best = best_peak(problem.buffers)
     answer = search(problem.buffers, best, 10)
@@ -41,7 +41,7 @@ def test_sizes_past_32_bits():
 
 @needs_compiler
 @given(problem=problems(most=14, longest=14, largest=9))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_agrees_with_a_plain_search(problem):
     for capacity in (lower_bound(problem.buffers), lower_bound(problem.buffers) + 1):
         answer = search(problem.buffers, capacity, 60)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +20,6 @@ from ds_memo.solve.run_costs import ALIGN, PAGE, RunCosts
 from ds_memo.solve.schedule import Schedule
 from ds_memo.solve.solver import solve
 from tests.placements import kinds, sets, swapped_at
-from tests.solve.lp import best_alphas
 from tests.solve.runs import layer, random_run, run
 
 SEEDS = range(300)
@@ -140,20 +138,6 @@ def test_never_worse_than_the_papers_alpha() -> None:
         papers = Schedule(costs, two_residents).at(min(bounds))
         assert solve(costs).step_s <= papers.seconds * (1 + 1e-3), seed
     assert compared > 80
-
-
-@pytest.mark.slow
-def test_the_search_and_cbc_agree(tmp_path: Path) -> None:
-    pytest.importorskip("mip")
-    schedules = []
-    for seed in SEEDS[:40]:
-        costs = random_run(seed)
-        schedules.append(Schedule(costs, place(len(costs.layers), seed % 4)))
-    for schedule, by_cbc in zip(schedules, best_alphas([(schedule, 1.0) for schedule in schedules], tmp_path / "a"), strict=True):
-        by_search = best(schedule)
-        around = by_cbc - 1 / ALPHA_STEPS, by_cbc, by_cbc + 1 / ALPHA_STEPS  # the corner may lie between two alphas of the grid
-        least, *_, most = sorted(schedule.at(alpha).seconds for alpha in around)
-        assert least * (1 - 1e-6) <= schedule.at(by_search).seconds <= most * (1 + 1e-6)
 
 
 def best(schedule: Schedule) -> float:
