@@ -311,7 +311,7 @@ import resource, sys
 from ds_memo.plan import PlanError
 from ds_memo.plan import snapshot
 snapshot.MOST_STEPS >>= 2  # a quarter of the memory, in a quarter of the time
-resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
+resource.setrlimit(resource.RLIMIT_AS, (450 << 20, 450 << 20))
 try:
     snapshot.read_snapshot(sys.argv[1])
 except PlanError as error:
