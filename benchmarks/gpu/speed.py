@@ -3,9 +3,9 @@
     bash benchmarks/gpu.sh speed [--workloads gpt7b llama8b ulysses8] [--lengths 65536 …] [--rivals …] [--host-gib X]
                                  [--budget-s 420] [--device cuda|cpu] [--out DIR]
 
-The points (workload, length) that the bars name come first, with the rivals that they name, and with others as the time allows;
-then the other points, from short to long, and attention kernels last. Points for which time lacks are dropped and named; where
-lengths are given, there are no others. benchmarks/point.py measures a point, benchmarks/claims.py has the bars.
+Without lengths, the points (workload, length) that the bars name come first, with the rivals that they name; then llama8b from
+short to long, and attention kernels last. With lengths, every rival has its turn. What the time does not hold is dropped and
+named. benchmarks/point.py measures a point, benchmarks/claims.py has the bars.
 
 A rival that runs out of memory is written down as such. At the shortest length of gpt7b and llama8b, and of any lengths that are
 given, every rival's gradients are compared with those of no checkpointing. The bar is the error of stock itself when its
@@ -40,26 +40,23 @@ from benchmarks import attention, results
 from benchmarks import host as host_memory
 from benchmarks.claims import claims
 from benchmarks.open_slab import held_open
-from benchmarks.point import NEEDED, WARM_UP, run_point, urgency
+from benchmarks.point import NEEDED, run_point, urgency
 from benchmarks.predict import in_words
-from benchmarks.rivals import OURS, PLANNED, RIVALS, SWAPPING, Budget, Rival
+from benchmarks.rivals import OURS, PLANNED, RIVALS, Budget, Rival
 from benchmarks.timing import clear
 from benchmarks.workloads import NAMES, Shape, build, shapes, step_flops
 from ds_memo.profile.bandwidth import CopyBench
 from ds_memo.swap.stream_protocol import D2H
 from ds_memo.units import GIB
 
-ASSUMED_FLOPS = {"cuda": 4.5e14, "cpu": 3e9}
-"""Per second, until the first step has been timed."""
 AT_LEAST_S = 60.0
 """Seconds that the first point may take, whatever time is left."""
 KERNELS_S = 25.0
-"""Seconds for attention kernels; points that no bar names leave them over."""
+"""Seconds for attention kernels."""
 BARS = {("gpt7b", 65536): 2, ("ulysses8", 65536): 1, ("gpt7b", 16384): 1, ("ulysses8", 131072): 1}
-"""Points that the bars name, the first one first, and how many turns the time holds there. On a slow card the last one falls out;
-the one that gradients have their bar at must not."""
-ENOUGH = 0.6
-"""Share of the time of such a point that is worth using: the most urgent rivals alone say something too."""
+"""Points that the bars name, the first one first, and the turns of a rival there. On a slow card the last one falls out."""
+TURNS, STEPS = 2, 3
+"""Turns of each rival at other points, and steps timed in a turn."""
 
 
 @dataclass(frozen=True)
@@ -70,51 +67,23 @@ class Point:
     length: int
     compare: bool
     """The gradients too."""
-    turns: int | None = None
-    """Turns of each rival; None: by the length of its steps."""
-
-    def visits(self, rate: float) -> tuple[int, int]:
-        """Return the turns of each rival, and the steps timed in a turn.
-
-        Args:
-            rate: FLOP/s that a step is expected to reach.
-        """
-        step_s = step_flops(self.shape, self.length) / rate
-        return self.turns or (3 if step_s < 0.5 else 2), 3 if step_s < 1.5 else 2
-
-    def cost_s(self, rivals: Iterable[Rival], rate: float) -> float:
-        """Return the seconds of the point: rivals recompute and are a third longer, installing takes a while, prediction and
-        gradients have steps of their own. Streams are not counted, as they are left out when the time is over."""
-        step_s, (turns, steps) = step_flops(self.shape, self.length) / rate, self.visits(rate)
-        each = turns * (WARM_UP + steps) + (WARM_UP + 1 if self.compare else 0)
-        beside = 13 if self.compare else 5
-        longer = [1.05 if rival.name in ("none", *OURS, SWAPPING) else 1.35 for rival in rivals]
-        return beside * step_s + each * step_s * sum(longer) + turns * 0.5 * min(1.0, step_s) * len(longer)
-
-    def held(self, needed: list[Rival], rivals: list[Rival], rate: float, most_s: float) -> list[Rival]:
-        """Return the needed rivals, and others in their order while all of them fit these seconds."""
-        found = list(needed)
-        for rival in (rival for rival in rivals if rival not in needed):
-            if self.cost_s([*found, rival], rate) > most_s:
-                break
-            found.append(rival)
-        return found
+    turns: int = TURNS
 
 
 def points_of(names: list[str], lengths: list[int] | None, device: torch.device) -> list[Point]:
-    """Return the points in the order of measurement; given lengths have all the turns that their steps allow."""
-    table = shapes(device)
-    found = []
+    """Return the points in the order of measurement."""
+    found, order = [], list(BARS)
     for name in names:
-        of_it = lengths or table[name].lengths
+        shape = shapes(device)[name]
+        named = [length for workload, length in BARS if workload == name and length in shape.lengths]
+        of_it = lengths or named or shape.lengths
+        compare = min(of_it) if lengths or shape.ranks == 1 else None
         turns = {} if lengths else BARS
-        compare = min(of_it) if lengths or table[name].ranks == 1 else None
-        found += [Point(table[name], length, length == compare, turns.get((name, length))) for length in of_it]
-    order = list(BARS)
+        found += [Point(shape, length, length == compare, turns.get((name, length), TURNS)) for length in of_it]
 
     def key(point: Point) -> tuple[int, float]:
         what = (point.shape.name, point.length)
-        return order.index(what) if point.turns else len(order), step_flops(point.shape, point.length)
+        return order.index(what) if what in order else len(order), step_flops(point.shape, point.length)
 
     return sorted(found, key=key)
 
@@ -129,11 +98,9 @@ def measure(
         details: a folder for the other files of each point.
     """
     device = budget.device
-    rate, slower = ASSUMED_FLOPS[device.type], 1.0
     done, dropped = [], []
     run.found |= {"points": done, "dropped": dropped, "attention": None}
     rivals = sorted(rivals, key=urgency)
-    needed = [rival for rival in rivals if rival.name in NEEDED] or rivals[:1]
 
     def keep(found: dict[str, Any]) -> None:
         if not any(found is other for other in done):
@@ -141,40 +108,27 @@ def measure(
         found["claims"] = claims(found)
         run.save()
 
-    def measured(point: Point, taking: list[Rival], until: float) -> dict[str, Any]:
-        began = time.perf_counter()
-        shape, length, visits = point.shape, point.length, point.visits(rate)
-        model = build(shape, device)
-        found = run_point(model, shape, length, taking, budget, visits, point.compare, details, until, keep)
-        found["left_out"] = [rival.name for rival in rivals if rival not in taking]
-        found["seconds"] = time.perf_counter() - began
-        keep(found)
-        return found
+    def measured(point: Point, until: float) -> dict[str, Any]:
+        model, visits = build(point.shape, device), (point.turns, STEPS)
+        return run_point(model, point.shape, point.length, rivals, budget, visits, point.compare, details, until, keep)
 
     for number, point in enumerate(points):
         name = f"{point.shape.name} {point.length}"
-        left = budget_s - run.seconds() - (0 if point.turns or not kernels else KERNELS_S)
-        needs = point.cost_s(needed, rate) * slower
-        if number and needs * (ENOUGH if point.turns else 1.0) > left:
-            dropped.append({"workload": point.shape.name, "length": point.length, "needs_s": needs, "left_s": max(0.0, left)})
-            results.say(f"{name}: dropped, needs about {needs:.0f} s and {max(0.0, left):.0f} s are left")
+        left = budget_s - run.seconds() - (KERNELS_S if kernels else 0)
+        if number and left <= 0:
+            dropped.append({"workload": point.shape.name, "length": point.length})
+            results.say(f"{name}: dropped, {results.NO_TIME}")
             continue
-        behind = slower * sum(other.cost_s(needed, rate) for other in points[number + 1 :] if other.turns)
-        most = needs + (left - behind - needs) / 2  # half of what nothing that a bar names needs is for the other rivals
-        taking = point.held(needed, rivals, rate, most / slower)
         results.say(f"{point.shape.name}, {point.length} tokens")
-        until = time.perf_counter() + (left if number else max(left, AT_LEAST_S))
-        found = run.attempt(name, measured, point, taking, until)
+        found = run.attempt(name, measured, point, time.perf_counter() + (left if number else max(left, AT_LEAST_S)))
         run.attempt(f"after {name}", clear, device)
         if found is None:
             run.save()
             continue
+        keep(found)
         run.failures += [*found["failures"], *found.get("gradients", {}).get("failures", ())]
         run.save()
         run.attempt(f"{name}, printed", show, found)
-        slower = max(1.0, found["seconds"] / point.cost_s(taking, rate))  # locking host memory, above all
-        fast = [row["tflops"] for row in found["rivals"].values() if "tflops" in row]
-        rate = max(fast, default=rate / 1e12) * 1e12
     if any(rival.name in OURS for rival in rivals):
         run.failures += _without_ours(done)
     if kernels:
@@ -250,12 +204,14 @@ def add_common(parser: argparse.ArgumentParser) -> None:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser("gpu.sh speed", description=__doc__.splitlines()[0])
     add_common(parser)
+    parser.set_defaults(rivals=[])
     parser.add_argument("--lengths", type=int, nargs="+", help="tokens; absent: all of a workload")
     parser.add_argument("--device-gib", type=float, help="device budget of ds_memo; absent: all there is")
     parser.add_argument("--no-attention", action="store_true", help="leave the attention kernels out")
     options = parser.parse_args(arguments)
     device = results.device_or_exit(options.device, "speed")
-    rivals = list(RIVALS.values()) if "all" in options.rivals else [RIVALS[name] for name in options.rivals]
+    default = RIVALS if options.lengths else NEEDED
+    rivals = [RIVALS[name] for name in (RIVALS if "all" in options.rivals else options.rivals or default)]
     points = points_of(options.workloads or list(NAMES), options.lengths, device)
     run = results.Run("speed", device, options.out, vars(options))
     with tempfile.TemporaryDirectory() as cache, tempfile.TemporaryDirectory() as made:

@@ -1,5 +1,7 @@
 """A machine whose memory grows as it is used."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 
@@ -7,59 +9,52 @@ from benchmarks import host
 from ds_memo.units import GIB
 
 
+@dataclass
+class Machine:
+    """One that gets `grows` bytes for each byte that is used, in blocks that take `block_s` each."""
+
+    size: int = 8 * GIB
+    grows: int = 2
+    block_s: float = 0.0
+    refuses: bool = False
+    used: int = 0
+    now: float = 0.0
+
+    def grow(self, wanted: int) -> int:
+        return host.grow(wanted, lambda: self.size, lambda: self.size - self.used, self.use, self.wait, lambda: self.now)
+
+    def use(self, nbytes: int) -> range:
+        if self.refuses:
+            raise OSError("Cannot allocate memory")
+        self.now += self.block_s
+        self.used += nbytes
+        self.size += self.grows * nbytes
+        return range(nbytes)
+
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+
+
 def test_a_machine_that_grows_is_used_until_it_is_large_enough():
-    size, used = 8 * GIB, []
-
-    def use(nbytes, grows=2):
-        nonlocal size
-        used.append(nbytes)
-        size = min(64 * GIB, size + grows * nbytes)
-        return range(nbytes)
-
-    total, free = lambda: size, lambda: size - sum(used)
-    assert host.grow(32 * GIB, total, free, use, wait=pytest.fail) >= 32 * GIB
-    used.clear()
-    assert host.grow(32 * GIB, total, free, use) == size and used == []  # large enough
-    size, waited = 8 * GIB, []
-    assert host.grow(32 * GIB, total, free, lambda n: use(n, grows=0), waited.append) == 8 * GIB  # it does not grow
-    assert sum(used) <= 5 * GIB and sum(waited) <= 2 * host.PATIENCE_S
+    machine = Machine()
+    assert machine.grow(32 * GIB) == machine.size >= 32 * GIB and machine.now == 0
+    used = machine.used
+    assert machine.grow(32 * GIB) == machine.size and machine.used == used  # large enough
 
 
-def test_a_large_machine_that_does_not_grow_is_left_soon():
-    clock, used = 0.0, []
-
-    def use(nbytes):
-        nonlocal clock
-        clock += 2
-        used.append(nbytes)
-        return range(nbytes)
-
-    def wait(seconds):
-        nonlocal clock
-        clock += seconds
-
-    host.grow(1 << 62, lambda: 1024 * GIB, lambda: 1000 * GIB - sum(used), use, wait, lambda: clock)
-    assert host.IDLE_S < clock < host.IDLE_S + 5
-
-
-def test_a_machine_that_grows_slowly_has_no_more_than_its_time():
-    clock, size = 0.0, 8 * GIB
-
-    def use(nbytes):
-        nonlocal clock, size
-        clock += 15
-        size += nbytes
-        return range(nbytes)
-
-    grown = host.grow(1 << 62, lambda: size, lambda: 64 * GIB, use, pytest.fail, lambda: clock)
-    assert grown == size and host.MOST_S <= clock < host.MOST_S + 15
-
-
-def test_memory_that_is_refused_ends_the_growth():
-    def use(nbytes):
-        raise OSError("Cannot allocate memory")
-
-    assert host.grow(32 * GIB, lambda: 8 * GIB, lambda: 8 * GIB, use, pytest.fail) == 8 * GIB
+@pytest.mark.parametrize(
+    "machine, least_s, most_s, most_used",
+    [
+        (Machine(grows=0), 0, 2 * host.PATIENCE_S, 5 * GIB),  # half of it, and it did not grow
+        (Machine(size=1024 * GIB, grows=0, block_s=2), host.IDLE_S, host.IDLE_S + 5, 64 * GIB),
+        (Machine(grows=1, block_s=15), host.MOST_S, host.MOST_S + 15, 64 * GIB),  # slow, and has no more than its time
+        (Machine(refuses=True), 0, 0, 0),
+    ],
+    ids=["small", "large", "slow", "full"],
+)
+def test_a_machine_that_does_not_grow_is_left_soon(machine, least_s, most_s, most_used):
+    assert machine.grow(1 << 62) == machine.size
+    assert least_s <= machine.now <= most_s and machine.used <= most_used
 
 
 @pytest.mark.parametrize("device, gib, wanted", [("cuda", None, 64 * GIB), ("cuda", 32, 48 * GIB), ("cpu", None, None)])

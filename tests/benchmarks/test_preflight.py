@@ -24,12 +24,11 @@ def ran(monkeypatch):
     return verbs
 
 
-@pytest.mark.parametrize("name", preflight.NEEDED)
-def test_a_package_that_is_not_there_ends_a_verb_with_a_line(name, ran, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, name, None)  # importing it raises
+def test_a_package_that_is_not_there_ends_a_verb_with_a_line(ran, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "deepspeed", None)  # importing it raises
     assert preflight.main("speed", ["--device", "cpu"]) == 2 and ran == []
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"speed: {name} cannot be imported: ModuleNotFoundError")
+    assert line.startswith("speed: deepspeed cannot be imported: ModuleNotFoundError")
 
 
 def test_an_op_that_cannot_be_built_ends_a_verb_with_a_line(ran, monkeypatch, capsys):
@@ -42,12 +41,6 @@ def test_an_op_that_cannot_be_built_ends_a_verb_with_a_line(ran, monkeypatch, ca
     assert line.startswith("planner: the allocator op cannot be built: memo_allocator_cpu") and "no ninja" in line
 
 
-def test_where_nothing_is_missing_the_verb_runs(ran):
-    words = ["--workloads", "gpt7b", "--device", "cpu"]
-    preflight.main("speed", words)
-    assert ran == [("benchmarks.speed", words)]
-
-
 def test_a_rehearsal_looks_for_no_device_before_it_has_the_emulator(ran, monkeypatch):
     monkeypatch.setattr(preflight, "missing", lambda device: f"no {device}")
     preflight.main("first", ["--device", "emulator"])
@@ -55,13 +48,9 @@ def test_a_rehearsal_looks_for_no_device_before_it_has_the_emulator(ran, monkeyp
     assert preflight.main("first", ["--device", "cuda"]) == 2
 
 
-def test_sources_are_compiled_once_before_a_verb_runs(ran, monkeypatch):
+@pytest.mark.parametrize("words", [["--workloads", "gpt7b", "--device", "cpu"], ["--help"]], ids=" ".join)
+def test_sources_are_compiled_once_before_a_verb_runs(words, ran, monkeypatch):
     folders = []
     monkeypatch.setattr(preflight.compileall, "compile_dir", lambda folder, **how: folders.append(folder.name))
-    preflight.main("check", ["--device", "cpu"])
-    assert folders == ["ds_memo", "benchmarks", "tests"] and len(ran) == 1
-
-
-def test_help_needs_no_device(ran):
-    preflight.main("capacity", ["--help"])
-    assert ran == [("benchmarks.capacity", ["--help"])]
+    preflight.main("check", words)
+    assert folders == ["ds_memo", "benchmarks", "tests"] and ran == [("benchmarks.check", words)]

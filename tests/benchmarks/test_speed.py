@@ -9,25 +9,24 @@ import types
 import pytest
 import torch
 
-from benchmarks import attention, point, rivals, speed, streams
+from benchmarks import attention, rivals, speed, streams
 from benchmarks.rivals import RIVALS, Budget
-from benchmarks.workloads import step_flops
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 ALL = ["gpt7b", "llama8b", "ulysses8"]
 
 
 class Clock:
-    """Stands in for a run: points take what they take at a rate, and nothing is computed."""
+    """Stands in for a run: each point takes as many seconds, and nothing is computed."""
 
-    def __init__(self, monkeypatch, flops):
-        self.now, self.points, self.saved = 15.0, [], 0
-        self.failures, self.found, self.flops = [], {}, flops
+    def __init__(self, monkeypatch, point_s):
+        self.now, self.points, self.point_s = 15.0, [], point_s
+        self.failures, self.found = [], {}
         for name in ("build", "clear", "show", "claims"):
             monkeypatch.setattr(speed, name, lambda *arguments: [])
         monkeypatch.setattr(speed, "time", types.SimpleNamespace(perf_counter=self.seconds))
         monkeypatch.setattr(speed, "run_point", self.run_point)
-        monkeypatch.setattr(speed, "_kernels", self.kernels)
+        monkeypatch.setattr(speed, "_kernels", lambda run, device, left: self.points.append(("attention", left)))
 
     def seconds(self):
         return self.now
@@ -36,58 +35,38 @@ class Clock:
         return part(*arguments)
 
     def save(self, **parts):
-        self.saved += 1
+        pass
 
-    def kernels(self, run, device, left):
-        self.points.append(("attention", left))
-
-    def run_point(self, model, shape, length, taking, budget, visits, compare, details, until, tell):
-        step_s, (turns, steps) = step_flops(shape, length) / self.flops, visits
-        names = [rival.name for rival in taking]
-        recomputed = sum(1.03 if name in ("none", *rivals.OURS, rivals.SWAPPING) else 1.33 for name in names)
-        self.now += 3 + step_s * (18 if compare else 10) + 0.5 * turns * len(names)
-        self.now += step_s * recomputed * (turns * (point.WARM_UP + steps) + (5 if compare else 0))
-        self.points.append((shape.name, length, turns, compare, names))
-        rows = {name: {"samples_s": [step_s], "tflops": self.flops / 1e12} for name in names}
-        return {"length": length, "rivals": rows, "failures": []}
+    def run_point(self, model, shape, length, rivals, budget, visits, compare, details, until, tell):
+        self.now = min(until, self.now + self.point_s)
+        self.points.append((shape.name, length, visits[0], compare))
+        tell(found := {"length": length, "rivals": {}, "failures": []})
+        return found
 
 
-def measured(monkeypatch, tmp_path, flops, lengths=None, names=ALL, budget_s=420):
-    clock = Clock(monkeypatch, flops)
+def measured(monkeypatch, tmp_path, point_s, lengths=None, names=ALL):
+    clock = Clock(monkeypatch, point_s)
     points = speed.points_of(names, lengths, CUDA)
-    speed.measure(clock, points, list(RIVALS.values()), Budget(CUDA, 1 << 36), budget_s, True, tmp_path)
-    return clock
+    speed.measure(clock, points, [], Budget(CUDA, 1 << 36), 420, True, tmp_path)
+    *taken, kernels = clock.points
+    assert kernels[0] == "attention" and clock.now + kernels[1] == 420 and kernels[1] >= speed.KERNELS_S
+    assert len(clock.found["points"]) == len(taken) == len(points) - len(clock.found["dropped"])
+    return taken
 
 
-@pytest.mark.parametrize("flops", [4e14, 4.5e14, 5.5e14])
-def test_the_points_that_the_bars_name_come_first(flops, monkeypatch, tmp_path):
-    """The rate of an H200 is not known; gradients at 16K are compared at any rate."""
-    clock = measured(monkeypatch, tmp_path, flops)
-    *points, _ = clock.points
-    named = [("gpt7b", 65536), ("ulysses8", 65536), ("gpt7b", 16384), ("ulysses8", 131072)]
-    assert [row[:2] for row in points] == named[: len(points)] and len(points) >= (4 if flops > 4e14 else 3)
-    assert [row[2] for row in points] == [2, 1, 1, 1][: len(points)]
-    assert [row[3] for row in points] == [False, False, True, False][: len(points)]
-    assert points[0][4] == list(point.NEEDED)
-    assert all(row[4][:6] == list(point.NEEDED) for row in points)
-    assert clock.now < 440 and points and clock.points[-1][0] == "attention"
-    assert len(clock.found["dropped"]) + len(points) == 12 and clock.failures == []
+NAMED = [("gpt7b", 65536, 2, False), ("ulysses8", 65536, 1, False), ("gpt7b", 16384, 1, True), ("ulysses8", 131072, 1, False)]
 
 
-def test_lengths_that_are_asked_for_have_all_rivals_and_turns(monkeypatch, tmp_path):
-    clock = measured(monkeypatch, tmp_path, 4.5e14, [16384], ["gpt7b"])
-    (what, kernels) = clock.points
-    assert what[:4] == ("gpt7b", 16384, 3, True) and set(what[4]) == set(RIVALS)
-    assert kernels[0] == "attention" and kernels[1] >= speed.KERNELS_S
+@pytest.mark.parametrize("point_s, points", [(1000.0, 1), (150.0, 3), (95.0, 4), (1.0, 8)])
+def test_the_points_that_the_bars_name_come_first(point_s, points, monkeypatch, tmp_path):
+    """And llama8b from short to long, as far as the time goes."""
+    taken = measured(monkeypatch, tmp_path, point_s)
+    others = [("llama8b", length, speed.TURNS, length == 16384) for length in sorted(speed.shapes(CUDA)["llama8b"].lengths)]
+    assert taken == [*NAMED, *others][:points]
 
 
-def test_other_points_go_from_short_to_long_and_leave_time_for_kernels(monkeypatch, tmp_path):
-    clock = measured(monkeypatch, tmp_path, 4.5e14, budget_s=3000)
-    *points, kernels = clock.points
-    others = [row[:2] for row in points[4:]]
-    assert others[0] == ("llama8b", 16384) and len(others) >= 4
-    assert others == sorted(others, key=lambda row: step_flops(speed.shapes(CUDA)[row[0]], row[1]))
-    assert kernels[1] > 0
+def test_lengths_that_are_asked_for_are_no_bars_points(monkeypatch, tmp_path):
+    assert measured(monkeypatch, tmp_path, 1.0, [16384], ["gpt7b"]) == [("gpt7b", 16384, speed.TURNS, True)]
 
 
 def run_speed(tmp_path, *more):
@@ -153,7 +132,7 @@ def test_speed_measures_a_point_and_drops_what_the_time_does_not_hold(tmp_path):
     found = json.loads(path.read_text())
     (point,) = found["points"]  # the first always runs
     assert [row["length"] for row in found["dropped"]] == [96]
-    assert set(point["rivals"]) | set(point["left_out"]) == set(rivals)
+    assert set(point["rivals"]) == set(rivals)
     for row in point["rivals"].values():
         assert len(row["samples_s"]) >= 4 and row["memory"]["device_peak"] > 0
     peak = {name: row["memory"]["device_peak"] for name, row in point["rivals"].items()}
