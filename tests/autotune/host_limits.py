@@ -21,6 +21,7 @@ from ds_memo.memory import host as host_memory
 from ds_memo.runtime import parts
 from ds_memo.swap import host_pool as pool
 from ds_memo.swap import pinned_segments
+from tests.inside import inside
 from tests.models import Batch, build, step
 
 MIB = 1 << 20
@@ -78,7 +79,7 @@ def train(batch: Batch, device_memory_gib: float, said: dict[str, Any]) -> None:
     os.environ["XDG_CACHE_HOME"] = "/dev/null"
     model = build("llama")
     handle = ds_memo.attach(model, {**SWAPPED, "device_memory_gib": device_memory_gib})
-    said["budget_at_start"], said["room_at_start"] = handle._session.slab.budget.nbytes, host_memory.available_bytes()
+    said["budget_at_start"], said["room_at_start"] = inside(handle).slab.budget.nbytes, host_memory.available_bytes()
     for _ in range(4):
         try:
             step(model, batch)

@@ -12,6 +12,7 @@ from ds_memo.autotune import budgets
 from ds_memo.planned_alloc.runtime import Addresses
 from ds_memo.solve.memory import bytes_of_layers, device_bytes
 from ds_memo.solve.solver import solve
+from tests.inside import inside
 from tests.models import build
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -36,11 +37,8 @@ def trained(memory_gib: float, steps: int = 6, accumulate: int = 1, **memo: Any)
 def test_head_and_loss_are_seen_in_the_first_step() -> None:
     """The first step checkpoints, however much there seems to be; from then on the peak is known, within 2 %."""
     handle, plain = trained(0.062)
-    report, run, solution = (
-        handle.report(),
-        handle._session.policy.pass_solution.run,
-        handle._session.policy.pass_solution.solution,
-    )
+    report, solved = handle.report(), inside(handle).policy.pass_solution
+    run, solution = solved.run, solved.solution
     handle.detach()
     assert plain == [False] * 6
     assert report["predicted"]["device_bytes"] == pytest.approx(report["plan"]["arena"], rel=0.02)
@@ -53,10 +51,10 @@ def test_head_and_loss_are_seen_in_the_first_step() -> None:
 def test_a_first_step_that_follows_a_plan() -> None:
     """Many passes come before it, and the plan is there for the last of them: those that were logged are of the same kind."""
     handle, _ = trained(0.062, steps=2)
-    want = handle._session.policy.pass_solution.run
+    want = inside(handle).policy.pass_solution.run
     handle.detach()
     handle, plain = trained(0.062, steps=2, accumulate=4)
-    run, hits = handle._session.policy.pass_solution.run, handle.report()["plan"]["hits"]
+    run, hits = inside(handle).policy.pass_solution.run, handle.report()["plan"]["hits"]
     handle.detach()
     assert plain == [False] * 2 and hits > 100
     assert (run.head_bytes, run.forward_bytes) == (want.head_bytes, want.forward_bytes)
@@ -71,13 +69,9 @@ def test_where_nothing_was_logged_the_arena_is_not_alive(monkeypatch: pytest.Mon
     monkeypatch.setattr(Addresses, "non_layer_memory", lambda *args: None)
     monkeypatch.setattr(budgets, "most_beyond", lambda device, nbytes: known.append(nbytes))
     handle, _ = trained(0.062, steps=1, accumulate=4)
-    run, solution, arena = (
-        handle._session.policy.pass_solution.run,
-        handle._session.policy.pass_solution.solution,
-        handle.report()["plan"]["arena"],
-    )
+    solved, arena = inside(handle).policy.pass_solution, handle.report()["plan"]["arena"]
     handle.detach()
-    assert arena > 0 and known == [bytes_of_layers(run, solution.kinds, solution.alpha)[1] - arena]
+    assert arena > 0 and known == [bytes_of_layers(solved.run, solved.solution.kinds, solved.solution.alpha)[1] - arena]
 
 
 def test_from_the_second_step_on_all_may_stay_on_the_device() -> None:

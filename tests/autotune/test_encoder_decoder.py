@@ -19,6 +19,7 @@ from ds_memo.profile.layer_kinds import kinds_of
 from ds_memo.remat.checkpoint import Layer
 from tests.autotune.test_kinds import assert_as_predicted, attached, batch, encoder_and_decoder, outcome
 from tests.distributed_harness.common import ON_CPU, DistributedTest
+from tests.inside import inside
 from tests.models import assert_same, compare_with_stock
 
 LENGTHS = [(120, 40), (240, 40), (60, 40), (40, 120), (200, 200), (90, 200), (240, 16)]
@@ -100,15 +101,15 @@ def test_both_as_long_in_the_first_batch(tmp_path: Path) -> None:
 def test_what_wants_a_gradient_in_training_wants_one_in_the_profile() -> None:
     """T5's layers hand on two position biases: of self-attention it is trained, of cross-attention it is zeros."""
     handle = ds_memo.attach(model := t5(), {"alpha": 0.5, "resident_layers": 1})
-    given, kinds = inputs(12, 8), kinds_of(handle._session.layers)
-    profiled = layer_calls(handle._session.remat, model, (), given, kinds, lambda calls: len(calls) == max(kinds) + 1)
+    given, kinds = inputs(12, 8), kinds_of(inside(handle).layers)
+    profiled = layer_calls(inside(handle).remat, model, (), given, kinds, lambda calls: len(calls) == max(kinds) + 1)
     trained: dict[int, LayerCall] = {}
 
     def note(layer: Layer, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         trained.setdefault(kinds[layer.index], LayerCall(layer, fn, args, kwargs))
         return fn(*args, **kwargs)
 
-    with handle._session.remat.instead(note):
+    with inside(handle).remat.instead(note):
         model(**given)
     handle.detach()
     wants = [[[x.requires_grad for x in call._other_tensors()] for call in calls.values()] for calls in (profiled, trained)]

@@ -17,6 +17,7 @@ from ds_memo.runtime.handle import MemoHandle
 from ds_memo.units import GIB
 from tests.distributed_harness.common import ON_CPU, DistributedTest
 from tests.everyday import everyday
+from tests.inside import inside
 from tests.models import BF16, HIDDEN, VOCAB, Batch, Block, Outcome, Toy, assert_same, build, gradients, step
 
 IMAGE, PATCHES = VOCAB - 1, 16
@@ -86,7 +87,7 @@ def test_each_kind_is_profiled_as_it_is_called(name: str, tmp_path: Path) -> Non
     want = outcome(copy.deepcopy(model), inputs)
     handle = attached(model, tmp_path)
     assert_same(outcome(model, inputs), want)
-    profile = handle._session.tuner.profile
+    profile = inside(handle).tuner.profile
     assert profile.layers == (0, 0, 0, 1, 1, 1) and len(profile.kinds) == 2
     assert_as_predicted(handle)
     handle.detach()
@@ -120,7 +121,7 @@ def test_a_frozen_tower_keeps_nothing(tmp_path: Path) -> None:
     stock, inputs = copy.deepcopy(model), batch(100, images=2)
     handle = attached(model, tmp_path)
     assert_same(outcome(model, inputs), outcome(stock, inputs))
-    assert handle._session.tuner.profile.layers == (None, None, None, 0, 0, 0)
+    assert inside(handle).tuner.profile.layers == (None, None, None, 0, 0, 0)
     assert handle.report()["stored_bytes_per_layer"][:3] == [0, 0, 0] and handle.report()["layers_on_device"] == [5]
     assert_as_predicted(handle)
     handle.detach()
@@ -133,7 +134,7 @@ def test_a_tower_that_no_batch_calls(tmp_path: Path) -> None:
     for length in (100, 60, 140):
         assert_same(outcome(model, batch(length)), outcome(stock, batch(length)))
         assert_as_predicted(handle)
-    assert handle._session.tuner.profile.layers == (None, None, None, 0, 0, 0)
+    assert inside(handle).tuner.profile.layers == (None, None, None, 0, 0, 0)
     handle.detach()
 
 
@@ -156,7 +157,7 @@ def test_batches_with_and_without_images(first: str, tmp_path: Path) -> None:
             assert predicted[tower] == [0, 0, 0]
             stored[tower] = [0, 0, 0]  # not solved for, or of the pass before
         assert predicted == stored
-    assert handle._session.tuner.profile.layers == ((0, 0, 0, 1, 1, 1) if known else (None, None, None, 0, 0, 0))
+    assert inside(handle).tuner.profile.layers == ((0, 0, 0, 1, 1, 1) if known else (None, None, None, 0, 0, 0))
     assert [said.startswith(NOT_CALLED + "fully recomputed") for said in report["warnings"]] == [True] * (not known)
     assert report["attention_recomputed"] == (0 if known else 2 * 2), "of two batches; Llava does not use the last layer's output"
     assert report["profile"]["changes"] == []
@@ -226,7 +227,7 @@ def test_a_kind_behind_all_others(first: int, tmp_path: Path) -> None:
         assert_same(model.step(length, stacks), stock.step(length, stacks))
         report, solved = handle.report(), 2 * min(first, stacks)
         assert report["predicted"]["stored_bytes_per_layer"][:solved] == report["stored_bytes_per_layer"][:solved]
-    assert handle._session.tuner.profile.layers == ((0, 0, 1, 1) if first == 2 else (0, 0, None, None))
+    assert inside(handle).tuner.profile.layers == ((0, 0, 1, 1) if first == 2 else (0, 0, None, None))
     assert [said.startswith("Uneven trains") for said in report["warnings"]] == [True] * (first == 1)
     handle.detach()
 
@@ -265,10 +266,10 @@ def test_no_layer_runs_for_nothing(tmp_path: Path) -> None:
     ran: list[str] = []
     for model, inputs in ((vision_and_text(), batch(100, images=2)), (build("llama"), batch(100))):
         handle = attached(model, tmp_path, profile={"method": "direct"})
-        for layer in handle._session.layers:  # of a part: Transformers from 5.23 on checkpoints inside the layer's own hooks
+        for layer in inside(handle).layers:  # of a part: Transformers from 5.23 on checkpoints inside the layer's own hooks
             part = next(layer.module().children())
             part.register_forward_hook(lambda *args, name=layer.name: ran.append(name))
-        probe = handle._session.tuner._probe
+        probe = inside(handle).tuner._probe
         probe._run = lambda *args, run=probe._run: (run(*args), ran.append("probed"))[0]
         outcome(model, inputs)
         before = ran[: ran.index("probed")]
@@ -299,7 +300,7 @@ def test_what_is_checkpointed_before_the_last_kind(tmp_path: Path) -> None:
     handle = attached(model, tmp_path)
     for length in (64, 64, 48):
         assert_same(step(model, Batch.random(2, length)), step(stock, Batch.random(2, length)))
-    assert handle._session.tuner.profile.layers == (0, 0, 1, 0)
+    assert inside(handle).tuner.profile.layers == (0, 0, 1, 0)
     handle.detach()
 
 
@@ -366,4 +367,4 @@ class TestKindsOnRanks(DistributedTest):
         report = ds_memo.report(engine)
         assert report["bytes_to_host"]
         assert [said.startswith(NOT_CALLED) for said in report["warnings"]] == [True] * warns
-        assert engine.memo._session.tuner.profile.layers == kinds
+        assert inside(engine.memo).tuner.profile.layers == kinds

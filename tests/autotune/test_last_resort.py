@@ -16,6 +16,7 @@ from ds_memo.solve.memory import device_bytes
 from ds_memo.solve.run_costs import RunCosts
 from ds_memo.solve.solver import solve
 from tests.everyday import everyday
+from tests.inside import inside
 from tests.models import LAYERS, Batch, assert_same, build, poisoned_memory, step
 from tests.placements import kinds, sets
 from tests.runtime.covering import FAMILIES
@@ -66,7 +67,7 @@ def test_gradients_are_stocks(memory: tuple[int, int], name: str) -> None:
     for _ in range(2):
         with poisoned_memory():
             assert_same(step(model, BATCH), step(stock, BATCH))
-    report, found = handle.report(), sets(handle._session.policy.pass_solution.solution)
+    report, found = handle.report(), sets(inside(handle).policy.pass_solution.solution)
     handle.detach()
     assert found.without_gemms and report["resident_layers"] == 0
     assert report["layers_without_gemms"] == sorted(found.without_gemms) and len(found.attention_recomputed) <= again
@@ -88,7 +89,7 @@ def test_the_predicted_bytes_are_the_arenas() -> None:
         model(input_ids=tokens, labels=tokens).loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
-    report, run = handle.report(), handle._session.policy.pass_solution.run
+    report, run = handle.report(), inside(handle).policy.pass_solution.run
     handle.detach()
     assert report["layers_without_gemms"] and report["host"]["slab"] == 0, report["binding"]
     assert report["predicted"]["device_bytes"] == pytest.approx(report["plan"]["arena"], rel=0.01)

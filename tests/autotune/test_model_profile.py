@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -47,26 +49,7 @@ def test_another_run_measures_for_itself() -> None:
     assert profiled()["profile"]["from_cache"]
 
 
-@pytest.mark.parametrize(
-    "damage, says",
-    [
-        (lambda text: text[: len(text) // 2], "no JSON"),
-        (lambda text: json.dumps({**json.loads(text), "key": {"layers": 7}}), "another run"),
-    ],
-    ids=["truncated", "other model"],
-)
-def test_a_bad_file_is_ignored_with_a_warning(own_cache: Path, damage: Any, says: str) -> None:
-    """Each kind of damage is in tests/profile/test_json_file.py."""
-    profiled()
-    (file,) = own_cache.iterdir()
-    file.write_text(damage(file.read_text()))
-    with pytest.warns(ds_memo.MemoWarning, match=f"is not used: .*{says}.*measuring again"):
-        report = profiled()
-    assert not report["profile"]["from_cache"]
-    assert profiled()["profile"]["from_cache"]  # it was written anew
-
-
-# ---- trust
+# ---- files that are no good
 
 
 def warned(says: str, model: Any = None) -> dict[str, Any]:
@@ -88,40 +71,64 @@ def test_folders_and_files_are_this_user_s_alone(own_cache: Path) -> None:
     assert (own_cache.stat().st_mode & 0o777, file.stat().st_mode & 0o777) == (0o700, 0o600)
 
 
-def test_a_link_in_the_cache_is_not_written_through(own_cache: Path, tmp_path: Path) -> None:
-    profiled()
-    (file,) = own_cache.iterdir()
-    (tmp_path / "victim").write_text("precious")
-    file.unlink()
-    file.symlink_to(tmp_path / "victim")
-    warned("is a link")
-    assert (tmp_path / "victim").read_text() == "precious" and not file.is_symlink()
-    assert profiled()["profile"]["from_cache"]
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A profile that a run has written."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        profiled()
+        return next(Path(os.environ["XDG_CACHE_HOME"]).rglob("*.json"))
 
 
-def test_a_pipe_in_the_cache_is_not_waited_for(own_cache: Path) -> None:
-    profiled()
-    (file,) = own_cache.iterdir()
+def cut_short(file: Path) -> None:
+    file.write_text(file.read_text()[:200])
+
+
+def another_key(file: Path) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), "key": {"layers": 7}}))
+
+
+def too_many_rows(file: Path) -> None:
+    data = json.loads(file.read_text())
+    data["kinds"][0]["samples"][0]["outputs"][0]["rows"] = 10**18
+    file.write_text(json.dumps(data))
+
+
+def a_link(file: Path) -> None:
+    file.rename(file.with_name("victim"))
+    file.symlink_to(file.with_name("victim"))
+
+
+def a_pipe(file: Path) -> None:
     file.unlink()
     os.mkfifo(file)
-    warned("is no regular file")
-    assert profiled()["profile"]["from_cache"]
 
 
-def test_a_file_without_end_in_the_cache(own_cache: Path) -> None:
-    profiled()
-    (file,) = own_cache.iterdir()
-    os.truncate(file, 1 << 40)
-    warned("more than 16,777,216 bytes")
+BAD = {
+    cut_short: "is not used: .*no JSON.*measuring again",
+    another_key: "is not used: .*another run.*measuring again",
+    too_many_rows: "rows is 1000000000000000000, the most is",
+    a_link: "is a link",
+    a_pipe: "is no regular file",
+    lambda file: os.truncate(file, 1 << 40): "more than 16,777,216 bytes",
+    lambda file: file.parent.chmod(0o777): "profiles are not cached: .*others may write",
+}
+"""Each kind of damage to the text is in tests/profile/test_json_file.py."""
 
 
-@pytest.mark.slow
-def test_a_folder_that_others_may_write_to_is_not_used(own_cache: Path) -> None:
-    profiled()
-    own_cache.chmod(0o777)
-    for _ in range(2):
-        warned("profiles are not cached: .*others may write")
-    own_cache.chmod(0o700)
+@pytest.mark.parametrize("damage", BAD, ids=range(len(BAD)))
+def test_a_bad_file_is_measured_again_with_a_warning(damage: Callable[[Path], object], good: Path, own_cache: Path) -> None:
+    own_cache.mkdir(0o700, parents=True)
+    file = Path(shutil.copy(good, own_cache))
+    file.chmod(0o600)
+    own_cache.parent.chmod(0o700)
+    damage(file)
+    warned(BAD[damage])
+    if damage is a_link:
+        assert not file.is_symlink() and file.with_name("victim").read_text() == good.read_text()
+    if own_cache.stat().st_mode & 0o777 == 0o777:
+        warned(BAD[damage])
+        own_cache.chmod(0o700)
     assert profiled()["profile"]["from_cache"]
 
 
@@ -131,12 +138,3 @@ def test_no_folder_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HOME")
     monkeypatch.setattr("pwd.getpwuid", lambda uid: (_ for _ in ()).throw(KeyError(uid)))
     warned("profiles are not cached: .*home")
-
-
-def test_a_profile_that_no_run_can_have_is_measured_again(own_cache: Path) -> None:
-    profiled()
-    (file,) = own_cache.iterdir()
-    data = json.loads(file.read_text())
-    data["kinds"][0]["samples"][0]["outputs"][0]["rows"] = 10**18
-    file.write_text(json.dumps(data))
-    warned("rows is 1000000000000000000, expected 0 to")

@@ -19,6 +19,7 @@ from ds_memo.profile.live import LiveBytes
 from ds_memo.runtime.handle import MemoHandle
 from ds_memo.units import GIB
 from tests.everyday import everyday
+from tests.inside import inside
 from tests.models import Batch, Toy, assert_same, assert_same_grads, build, gradients, step
 
 HEAD = 600 << 10
@@ -136,7 +137,7 @@ def test_calls_that_nobody_expected_are_not_beside_the_layers(tmp_path: Path) ->
     model = shared(3, 2)
     handle = attached(model, tmp_path, device_memory_gib=30 / 1024, plan={})
     steps(model, 2)
-    run = handle._session.policy.pass_solution.run
+    run = inside(handle).policy.pass_solution.run
     handle.detach()
     assert run.forward_bytes == 0 and max(run.backward_bytes) == 0 and run.head_bytes > HEAD
 

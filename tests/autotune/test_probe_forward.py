@@ -12,6 +12,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import ds_memo
+from tests.inside import inside
 from tests.models import HIDDEN, Batch, Outcome, Toy, assert_same, build, compare_with_stock, gradients, step
 
 PLENTY = 1.0
@@ -91,9 +92,9 @@ def test_nothing_is_left_of_the_measuring() -> None:
     handle = attached(model)
     torch.manual_seed(5)
     before = torch.get_rng_state()
-    handle._session.passes.place(model, (), {"inputs_embeds": BATCH.embeds, "labels": BATCH.labels})
+    inside(handle).passes.place(model, (), {"inputs_embeds": BATCH.embeds, "labels": BATCH.labels})
     assert torch.equal(torch.get_rng_state(), before)
     assert all(parameter.grad is None for parameter in model.parameters())
-    assert handle._session.policy.pass_solution is not None
-    assert (handle._session.slab.used, handle._session.engine.traffic.frames) == (0, 0)
+    assert inside(handle).policy.pass_solution is not None
+    assert (inside(handle).slab.used, inside(handle).engine.traffic.frames) == (0, 0)
     handle.detach()

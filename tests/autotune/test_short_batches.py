@@ -13,6 +13,7 @@ import ds_memo
 from ds_memo.autotune import model_profile as profiling
 from ds_memo.profile import run
 from ds_memo.runtime.handle import MemoHandle
+from tests.inside import inside
 from tests.models import HIDDEN, Batch, Toy, assert_same, build, step
 
 SHORT, LONG = Batch.random(1, 16), Batch.random(1, 512)
@@ -31,7 +32,7 @@ def attached(model: Any, folder: Path, **memo: Any) -> MemoHandle:
 
 def working(handle: MemoHandle) -> float:
     """Bytes that a replay and backward of a long batch are thought to need."""
-    return handle._session.tuner.profile.kinds[0].costs(1, 512).working.backward
+    return inside(handle).tuner.profile.kinds[0].costs(1, 512).working.backward
 
 
 def measured_again(handle: MemoHandle) -> list[str]:
@@ -98,5 +99,5 @@ def test_first_batches_without_tokens(tmp_path: Path, nothing: tuple[int, int]) 
         else:  # the loss is a mean of nothing
             model(batch.embeds, batch.labels).logits.sum().backward()
             model.zero_grad()
-    assert handle._session.tuner.profile is not None and not handle._session.tuner.gave_up
+    assert inside(handle).tuner.profile is not None and not inside(handle).tuner.gave_up
     handle.detach()

@@ -13,6 +13,7 @@ from ds_memo.placement import Tiles
 from ds_memo.solve.memory import device_bytes
 from ds_memo.solve.placement_kinds import place
 from ds_memo.units import GIB
+from tests.inside import inside
 from tests.models import FP32, Batch, step
 from tests.tiles.rig import assert_within, small
 
@@ -33,7 +34,7 @@ def trained(model: Any, steps: int = 1, **section: Any) -> tuple[Any, dict[str, 
         optimizer.step()
         report = handle.report()
         held.append((report["predicted"] or {}).get("host_bytes", 0))
-    profile = handle._session.tuner.profile
+    profile = inside(handle).tuner.profile
     handle.detach()
     return outcome, {**report, "profile_itself": profile, "most_host_bytes": max(held)}
 

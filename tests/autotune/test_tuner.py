@@ -23,6 +23,7 @@ from ds_memo.solve.refusals import NothingFits
 from ds_memo.solve.solver import solve
 from ds_memo.swap import pinned_segments
 from tests.everyday import everyday
+from tests.inside import inside
 from tests.models import LAYERS, VOCAB, Batch, assert_same, build, step
 from tests.placements import kinds, sets, swapped_at
 from tests.profile.test_bandwidth import Throttled
@@ -53,7 +54,7 @@ def costs_of(batch: Batch) -> Any:
     handle = attached(model)
     with pytest.warns(ds_memo.MemoWarning, match="are not cached"):
         step(model, batch)
-    run = handle._session.policy.pass_solution.run
+    run = inside(handle).policy.pass_solution.run
     handle.detach()
     return run
 
@@ -129,7 +130,7 @@ def test_predictions_are_what_is_counted(costs: Any, residents: int, host: float
     assert report["predicted"]["device_bytes"] <= report["profile"]["device_budget"]
     assert (report["attention_recomputed"] > 0) == (residents == 0)
     if residents == 0:  # the last resort: of what is swapped, nothing without attention comes back before it is wanted
-        solution, traffic = handle._session.policy.pass_solution.solution, handle._session.engine.traffic
+        solution, traffic = inside(handle).policy.pass_solution.solution, inside(handle).engine.traffic
         assert sets(solution).without_gemms and report["layers_without_gemms"] == sorted(sets(solution).without_gemms)
         swapped = set(range(LAYERS)) - sets(solution).without_gemms
         assert traffic.frames_on_demand == 2 * len(swapped & sets(solution).attention_recomputed)
@@ -174,7 +175,7 @@ def test_predicted_device_bytes_are_the_arenas(name: str, residents: int, alpha:
         model.zero_grad()
     report = handle.report()
     handle.detach()
-    solved, arena = handle._session.policy.pass_solution, report["plan"]["arena"]
+    solved, arena = inside(handle).policy.pass_solution, report["plan"]["arena"]
     assert report["predicted"]["device_bytes"] == pytest.approx(arena, rel=0.01)
     # The comparison can fail: another alpha, or the sum of frames, two buffers and working bytes, is not what is counted.
     other = 0.5 if alpha == 0.0 else 0.0
@@ -263,7 +264,7 @@ def test_alpha_is_lowered_and_the_report_says_so(costs: Any) -> None:
     """Stalls are made up: the schedule that they stand for is another one's business."""
     model = build("llama")
     handle = attached(model, **budgets(costs, 1, 5))
-    pilot = handle._session.tuner
+    pilot = inside(handle).tuner
     step(model, BATCH)
     fast = dataclasses.replace(pilot.profile, d2h_bytes_per_s=1e12, h2d_bytes_per_s=1e12)
     gemms = [dataclasses.replace(s, gemm_s=s.forward_s) for s in fast.kinds[0].samples]
@@ -336,30 +337,30 @@ def test_a_failure_at_every_slab_request(monkeypatch: pytest.MonkeyPatch, nth: i
     handle = ds_memo.attach(model, {"alpha": 1.0, "resident_layers": 0, "plan": {"enabled": False}})
     if analysed:
         step(model, BATCH)
-        handle._session.engine.drain()
-        handle._session.slab.pool.release()  # or its blocks are used again
+        inside(handle).engine.drain()
+        inside(handle).slab.pool.release()  # or its blocks are used again
     with monkeypatch.context() as patch:
         Refusing(patch, nth)
         model.zero_grad()
         with pytest.warns(ds_memo.MemoWarning, match="layer calls are recomputed .*: the system refused"):
             assert_same(step(model, BATCH), step(copy.deepcopy(stock), BATCH))
-    handle._session.engine.drain()
-    assert (handle._session.slab.used, handle._session.slab.size) == (
+    inside(handle).engine.drain()
+    assert (inside(handle).slab.used, inside(handle).slab.size) == (
         0,
-        sum(free.nbytes for free in handle._session.slab.pool._free_ranges),
+        sum(free.nbytes for free in inside(handle).slab.pool._free_ranges),
     )
-    assert len(handle._session.slab.pool._free_ranges) == nth
+    assert len(inside(handle).slab.pool._free_ranges) == nth
     model.zero_grad()
     assert_same(step(model, BATCH), step(stock, BATCH))
     handle.detach()
-    assert handle._session.slab.size == 0
+    assert inside(handle).slab.size == 0
 
 
 def test_after_a_refusal_the_tuner_asks_for_less(costs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("llama")
     stock = copy.deepcopy(model)
     handle = attached(model, resident_layers=0, **budgets(costs, 0, 5))
-    handle._session.passes.place(model, (), {"inputs_embeds": BATCH.embeds, "labels": BATCH.labels})
+    inside(handle).passes.place(model, (), {"inputs_embeds": BATCH.embeds, "labels": BATCH.labels})
     asked = handle.report()["predicted"]["host_bytes"]
     with monkeypatch.context() as patch:
         Refusing(patch, LAYERS - 1)

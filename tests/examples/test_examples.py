@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.cpp_extension import _get_build_directory
 
 from tests.processes import ROOT, finished
 
@@ -28,12 +29,18 @@ def command(example: Path) -> list[str]:
 
 
 @functools.cache
-def compiled() -> tempfile.TemporaryDirectory[str]:
-    """The folder in which DeepSpeed compiles its shared-memory collectives when it first starts on a CPU.
-
-    It is this process's own, as one that is killed meanwhile leaves a lock there, which all later ones wait for without end.
-    """
+def own_folder() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory()
+
+
+def compiled() -> str:
+    """Return the folder of DeepSpeed's shared-memory collectives, which it compiles at its first start on a CPU.
+
+    Without finished ones it is this process's own, as one that is killed meanwhile leaves a lock, which all later ones wait for.
+    """
+    shared = Path(_get_build_directory("deepspeed_shm_comm", False))
+    finished_there = (shared / "deepspeed_shm_comm.so").exists() and not (shared / "lock").exists()
+    return str(shared.parent) if finished_there else own_folder().name
 
 
 @functools.cache
@@ -42,7 +49,7 @@ def printed(name: str) -> str:
     here = {
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
-        "TORCH_EXTENSIONS_DIR": compiled().name,
+        "TORCH_EXTENSIONS_DIR": compiled(),
         "PET_STANDALONE": "1",  # torchrun's --standalone, at a port of its own; by default only torch 2.13's does so
     }
     done = finished(command(ROOT / "examples" / f"{name}.py"), os.environ | here, TIMEOUT_S)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import ds_memo
+from tests.inside import inside
 from tests.models import Outcome, build, gradients, step
 from tests.planned_alloc.planned import BARE, BATCH, CONFIG, CPU, Counting, bit_equal, outcomes
 
@@ -131,7 +132,7 @@ def test_a_model_that_is_only_evaluated_leaves_them_to_the_one_that_trains() -> 
 def test_switched_off() -> None:
     model = build("plain")
     handle = ds_memo.attach(model, BARE)
-    assert not handle._session.addresses.planned and not CPU.installed
+    assert not inside(handle).addresses.planned and not CPU.installed
     step(model, BATCH)
     assert handle.report()["plan"] is None and handle.release_arena() == 0
     handle.detach()

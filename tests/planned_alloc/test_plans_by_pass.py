@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from ds_memo.planned_alloc import plans_by_pass as plans
+from tests.inside import inside
 from tests.models import Batch, build, step
 from tests.planned_alloc.planned import BARE, BATCH, Counting, bit_equal, outcomes
 
@@ -97,4 +98,4 @@ def test_few_kinds_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
             counting.counts()
             step(model, Batch.random(4, length))
         counting.assert_followed()
-        assert len(counting.handle._session.addresses._plans.known) == 2
+        assert len(inside(counting.handle).addresses._plans.known) == 2

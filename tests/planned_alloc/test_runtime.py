@@ -16,6 +16,7 @@ from ds_memo.ops.builder import AllocatorBuilder
 from ds_memo.plan import search
 from ds_memo.planned_alloc import runtime as addresses
 from tests.everyday import everyday
+from tests.inside import inside
 from tests.models import Batch, Toy, build, step
 from tests.plan.instances import GAP
 from tests.planned_alloc.planned import BARE, BATCH, CONFIG, CPU, Counting, bit_equal, outcomes
@@ -120,7 +121,7 @@ def test_an_optimizer_and_accumulation(micro: int, late_zero: bool) -> None:
                 missed = sum(after["misses"].values()) - sum(before["misses"].values())
                 assert hits >= 0.99 * (hits + missed), (number, before, after)
         handle.detach()
-        assert handle._session.policy.alpha_used == 0.5
+        assert inside(handle).policy.alpha_used == 0.5
     assert losses[0] == losses[1]
 
 
@@ -134,7 +135,7 @@ def test_kept_outputs_leave_from_where_they_were_born_and_come_back_to_planned_a
     with Counting(model, config) as counting:
         for _ in range(3):
             step(model, BATCH)
-        streams, seen = counting.handle._session.engine.streams, {"d2h": [], "h2d": []}
+        streams, seen = inside(counting.handle).engine.streams, {"d2h": [], "h2d": []}
         copy_ = streams.copy
 
         def watch(stream: str, dst: torch.Tensor, src: torch.Tensor) -> None:
@@ -281,7 +282,7 @@ def test_blocks_are_kept_whole_for_a_profile_only_where_one_will_be_made(tmp_pat
     """Switching empties the device's cache, so it must not happen in every pass of a run without a profile."""
     model = build("llama")
     handle = ds_memo.attach(model, {"cache_dir": str(tmp_path)})
-    handle._session.tuner.gave_up = True
+    inside(handle).tuner.gave_up = True
     for _ in range(6):
         step(model, BATCH)
     assert handle.report()["profile"] is None and handle.report()["plan"]["hits"] > 0

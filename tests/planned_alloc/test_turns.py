@@ -18,6 +18,7 @@ from torch import nn
 
 import ds_memo
 from ds_memo.planned_alloc import runtime as addresses
+from tests.inside import inside
 from tests.models import assert_same_grads, build, gradients, step
 from tests.planned_alloc.planned import BARE, BATCH, CONFIG, CPU, Counting, bit_equal, outcomes
 
@@ -67,7 +68,7 @@ def test_a_refused_layer_of_one_that_has_gone_is_no_phase_of_the_other() -> None
 
         def intrude(*_: Any) -> None:
             with pytest.raises(ds_memo.MemoError, match="was run after ds_memo was detached"):
-                gone._session.remat.run(gone._session.layers[0], torch.neg, BATCH.embeds)
+                inside(gone).remat.run(inside(gone).layers[0], torch.neg, BATCH.embeds)
 
         for _ in range(4):
             step(actor, BATCH)
@@ -107,8 +108,8 @@ def test_one_that_comes_later_sees_the_arena_as_free_memory() -> None:
         critic = build("plain")
         seen = []
         handle = ds_memo.attach(critic, {"device_memory_gib": 1})
-        measure = handle._session.tuner._budgets.measure
-        handle._session.tuner._budgets.measure = lambda *args, **how: (seen.append(CPU.arena_bytes), measure(*args, **how))
+        measure = inside(handle).tuner._budgets.measure
+        inside(handle).tuner._budgets.measure = lambda *args, **how: (seen.append(CPU.arena_bytes), measure(*args, **how))
         step(critic, BATCH)
         assert seen[0] == 0
         first.counts()
