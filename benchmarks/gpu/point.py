@@ -95,7 +95,7 @@ def run_point(
             if turn == 0 and compare:
                 part("gradients", lambda: gradients(trainer, rivals, budget, rows))
         swaps = [rival for rival in rivals if rival.name in (*OURS, SWAPPING) and rows[rival.name]["samples_s"]]
-        if swaps:
+        if swaps and budget.device.type == "cuda":
             seen = max(swaps, key=lambda rival: rival.name == SWAPPING)
             part("streams", lambda: watch_streams(trainer, seen, budget, folder, f"{shape.name}-{length}"))
         use_expandable(False, budget.device)
@@ -172,7 +172,7 @@ def watch_streams(trainer: Trainer, rival: Rival, budget: Budget, folder: Path, 
     with rival.on(trainer.model, budget) as installed:
         for _ in range(rival.warm_up):
             trainer.step(installed)
-        spans = streams.record(lambda: trainer.step(installed), budget.device, path.with_suffix(".trace.json"))
+        spans = streams.spans_of(streams.traced(lambda: trainer.step(installed), path.with_suffix(".trace.json")))
     clear(budget.device)
     streams.save(spans, f"{name}: {rival.says}", path)
     return streams.analyse(spans)

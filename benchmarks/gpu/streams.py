@@ -2,24 +2,20 @@
 
     python -m benchmarks.streams FILE.json      draws FILE.png from the file of a run on a machine without matplotlib
 
-On CUDA the spans are kernels and copies of a torch.profiler trace, which is written too (for chrome://tracing and Perfetto). On a
-CPU they are ops of the compute thread and copies of the two copy threads, by the clock: the harness's own trial.
+The spans are kernels and copies of a torch.profiler trace, which is written too (for chrome://tracing and Perfetto).
 """
 
 from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from ds_memo.swap import streams as swap_streams
 from ds_memo.swap.stream_protocol import COMPUTE, D2H, H2D
 
 ROWS = (COMPUTE, D2H, H2D)
@@ -32,15 +28,6 @@ class Span:
     begin: float
     """Seconds."""
     end: float
-
-
-def record(step: Callable[[], Any], device: torch.device, trace: Path) -> list[Span]:
-    """Return one step's spans; on CUDA write `trace`."""
-    return _record_cuda(step, trace) if device.type == "cuda" else _record_cpu(step)
-
-
-def _record_cuda(step: Callable[[], Any], trace: Path) -> list[Span]:
-    return spans_of(traced(step, trace))
 
 
 def traced(step: Callable[[], Any], trace: Path) -> list[dict[str, Any]]:
@@ -64,39 +51,6 @@ def spans_of(events: Iterable[dict[str, Any]]) -> list[Span]:
         name = event["name"]
         stream = D2H if "DtoH" in name else H2D if "HtoD" in name else COMPUTE
         found.append(Span(stream, event["ts"] * 1e-6, (event["ts"] + event["dur"]) * 1e-6))
-    return found
-
-
-class _Ops(TorchDispatchMode):
-    def __init__(self, spans: list[Span]) -> None:
-        super().__init__()
-        self.spans = spans
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
-        begin = time.perf_counter()
-        out = func(*args, **(kwargs or {}))
-        self.spans.append(Span(COMPUTE, begin, time.perf_counter()))
-        return out
-
-
-def _record_cpu(step: Callable[[], Any]) -> list[Span]:
-    import threading
-
-    found: list[Span] = []
-    copy_all = swap_streams._copy_all
-
-    def timed(copies: list) -> None:
-        begin = time.perf_counter()
-        copy_all(copies)
-        name = threading.current_thread().name
-        found.append(Span(D2H if name.endswith(D2H) else H2D, begin, time.perf_counter()))
-
-    swap_streams._copy_all = timed
-    try:
-        with _Ops(found):
-            step()
-    finally:
-        swap_streams._copy_all = copy_all
     return found
 
 

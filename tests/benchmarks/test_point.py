@@ -23,21 +23,23 @@ def run_point(folder, rivals, budget=None, visits=(2, 2), compare=False, **more)
     return point.run_point(model, shape, 48, rivals, budget, visits=visits, compare=compare, folder=folder, **more)
 
 
-def test_a_rival_that_runs_out_of_memory_is_written_down(tmp_path):
-    found = run_point(tmp_path, [RIVALS["none"], RIVALS["paper"]], Budget(CPU, 4096), compare=True)
-    assert "host memory" in found["rivals"]["paper"]["out"]
-    assert "median_s" in found["rivals"]["none"]
+def test_what_fails_takes_no_rival_with_it(tmp_path, monkeypatch):
+    """One that breaks, one that runs out of memory, and a part beside the rivals."""
 
-
-def test_a_rival_that_breaks_takes_no_other_with_it(tmp_path):
     @contextlib.contextmanager
     def breaks(model, budget):
         raise ValueError("no such kernel")
         yield
 
-    found = run_point(tmp_path, [replace(RIVALS["none"], name="broken", install=breaks), RIVALS["none"]])
-    assert found["failures"] == ["gpt7b 48: broken broke: ValueError: no such kernel"]
-    assert "median_s" in found["rivals"]["none"] and "median_s" not in found["rivals"]["broken"]
+    monkeypatch.setattr(point, "gradients", lambda *args: 1 / 0)
+    broken = replace(RIVALS["none"], name="broken", install=breaks)
+    found = run_point(tmp_path, [broken, RIVALS["paper"], RIVALS["none"]], Budget(CPU, 4096), compare=True)
+    rows = found["rivals"]
+    assert found["failures"] == [
+        "gpt7b 48: broken broke: ValueError: no such kernel",
+        "gpt7b 48: gradients: ZeroDivisionError: division by zero",
+    ]
+    assert "host memory" in rows["paper"]["out"] and [name for name in rows if "median_s" in rows[name]] == ["none"]
 
 
 @pytest.mark.parametrize(
@@ -178,13 +180,6 @@ def test_a_device_that_is_lost_takes_no_numbers_with_it(tmp_path, monkeypatch):
     assert found["failures"] == ["gpt7b 48: RuntimeError: CUDA error: an illegal memory access was encountered"]
 
 
-def test_a_part_that_breaks_takes_no_rival_with_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(point, "gradients", lambda *args: 1 / 0)
-    found = run_point(tmp_path, [RIVALS["none"]], compare=True)
-    assert found["failures"] == ["gpt7b 48: gradients: ZeroDivisionError: division by zero"]
-    assert "median_s" in found["rivals"]["none"]
-
-
 def test_streams_say_what_is_hidden():
     spans = [Span("compute", 0, 4), Span("compute", 3, 6), Span("compute", 8, 10), Span("d2h", 1, 3), Span("h2d", 5, 9)]
     found = streams.analyse(spans)
@@ -192,14 +187,20 @@ def test_streams_say_what_is_hidden():
     assert found["hidden_share"] == {"d2h": 1.0, "h2d": 0.5}
 
 
-def test_streams_of_a_cuda_trace():
+def test_streams_of_a_cuda_trace(tmp_path):
+    """And they are drawn from the file that a machine without matplotlib has written."""
+    pytest.importorskip("matplotlib")
     events = [
         {"ph": "X", "cat": "kernel", "name": "gemm", "ts": 0, "dur": 4},
         {"ph": "X", "cat": "gpu_memcpy", "name": "Memcpy DtoH (Device -> Pinned)", "ts": 1, "dur": 2},
         {"ph": "X", "cat": "gpu_memcpy", "name": "Memcpy HtoD (Pinned -> Device)", "ts": 2, "dur": 2},
         {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 0, "dur": 9},
     ]
-    assert [span.stream for span in streams.spans_of(events)] == ["compute", "d2h", "h2d"]
+    spans = streams.spans_of(events)
+    assert [span.stream for span in spans] == ["compute", "d2h", "h2d"]
+    streams.save(spans, "a step", file := tmp_path / "streams.json")
+    file.with_suffix(".png").unlink()
+    assert streams.main([str(file)]) == 0 and file.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.processes

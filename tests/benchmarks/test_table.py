@@ -79,14 +79,19 @@ def test_the_table_says_why_there_is_no_number():
         "ValueError: no such kernel": "broke",
         "not tried: 90 GiB to save, 32 GiB of host memory": "not tried: host",
     }
-    assert {out: table._step({"out": out}) for out in outs} == outs
+    point = RESULT["points"][0] | {"rivals": {out: {"out": out} for out in outs}}
+    assert f"| {' | '.join(outs.values())} |" in table.render([("speed.json", RESULT | {"points": [point]})])
     row = {"workload": "gpt7b", "device_bytes": 16 * GIB, **found_length("ds_memo, planned", 65536), "step_s": 2.0}
-    assert "| ds_memo, planned | 64K | 2.00 |" in "\n".join(table._longest([{"rivals": [row]}]))
-    cut = row | {"ended_early": "no time left after 63 s"}
-    assert "| ds_memo, planned | ≥ 64K (no time) | 2.00 |" in "\n".join(table._longest([{"rivals": [cut]}]))
-    assert table._length(row | {"longest": None}) == "none"
-    assert table._length(row | {"longest": None, "ended_early": "exit 1: ValueError"}) == "broke"
-    assert table._length({"longest": None, "why": "deepspeed is not installed"}) == "not installed"
+    lengths = {
+        "64K | 2.00": {},
+        "≥ 64K (no time) | 2.00": {"ended_early": "no time left after 63 s"},
+        "none | 2.00": {"longest": None},
+        "broke | 2.00": {"longest": None, "ended_early": "exit 1: ValueError"},
+        "not installed | –": {"longest": None, "why": "deepspeed is not installed", "step_s": None},
+    }
+    capacity = {"verb": "capacity", "environment": RESULT["environment"], "rivals": [row | of for of in lengths.values()]}
+    shown = [line.partition("planned | ")[2] for line in table.render([("c.json", capacity)]).splitlines() if "planned" in line]
+    assert shown == [f"{cell} |" for cell in lengths]
 
 
 def test_bars_that_only_noise_lets_hold_are_counted_apart():
