@@ -125,7 +125,7 @@ def test_a_run_that_is_ended_amid_a_point_leaves_the_turns_before(monkeypatch, t
 
 @pytest.mark.slow
 def test_speed_measures_a_point_and_drops_what_the_time_does_not_hold(tmp_path):
-    rivals = ["none", "checkpoint", "paper", "ds_memo, swapping"]
+    rivals = ["none", "checkpoint", "paper", "ds_memo, planned"]
     words = ["--device", "cpu", "--workloads", "gpt7b", "--host-gib", "0.1", "--out", str(tmp_path), "--budget-s", "0.1"]
     assert speed.main([*words, "--no-attention", "--rivals", *rivals]) == 0
     (path,) = tmp_path.glob("speed-cpu-*.json")
