@@ -28,7 +28,6 @@ import argparse
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
