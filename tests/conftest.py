@@ -82,7 +82,7 @@ def what_was_imported_since():
 
 @pytest.fixture(autouse=True)
 def nothing_stays_attached():
-    """Detach models that a failed test left attached, so that they do not disturb later tests."""
+    """Detach the models that a test left attached, so that they do not disturb later tests."""
     before = attached()
     yield
     for memo in attached():

@@ -160,51 +160,12 @@ def test_what_comes_back_is_what_left(streams):
     rig.engine.close()
 
 
-def test_only_stored_rows_travel(rig):
-    frame = rig.layer_of([torch.arange(80.0).view(8, 10)], rows=3)
-    (back,) = rig.replay(frame)
-    assert torch.equal(back[:3], torch.arange(30.0).view(3, 10))
-    assert rig.engine.traffic.bytes_to_host == 120
-
-
-def test_a_frame_that_keeps_nothing(rig):
-    frame = rig.layer_of([])
-    assert rig.slab.used == 0
-    assert rig.replay(frame) == []
-
-
-def test_resident_frames_never_travel(rig):
-    tensor = torch.randn(8, 64)
-    frame = rig.layer_of([tensor], resident=True)
-    assert rig.slab.used == 0
-    for _ in range(3):
-        rig.engine.bring_back(frame)
-        assert frame.tensor(frame.layout.kept[0]).data_ptr() == tensor.data_ptr()
-        rig.engine.replayed(frame)
-    assert rig.engine.traffic.bytes_to_host == rig.engine.traffic.bytes_from_host == 0
-
-
 def test_reloads_are_issued_ahead_across_resident_frames(rig):
     frames = [rig.layer(value=index, resident=index in (1, 3)) for index in range(5)]
     for index in reversed(range(5)):
         assert rig.replay(frames[index])[0].unique().tolist() == [index]
     assert rig.engine.traffic.frames_on_demand == 1
     assert rig.engine.traffic.frames_prefetched == 2
-
-
-def test_what_backward_has_passed_is_not_reloaded_ahead(rig):
-    """With two graphs, the older one first: below its oldest frame, the younger graph finds frames that were replayed."""
-    frames = [rig.layer() for _ in range(4)]
-    for index in (1, 0, 3, 2):
-        rig.replay(frames[index])
-    assert (rig.engine.traffic.frames_on_demand, rig.engine.traffic.frames_prefetched) == (2, 2)
-
-
-def test_at_most_two_reload_buffers_are_alive(rig):
-    frames = [rig.layer() for _ in range(6)]
-    for frame in reversed(frames):
-        rig.replay(frame)
-        assert sum(bool(other.slots) for other in frames) <= 2
 
 
 LAYS = {

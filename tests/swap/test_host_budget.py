@@ -91,31 +91,6 @@ def test_without_a_share_the_second_runs_out_of_host_memory(monkeypatch):
         take(second, 5)
 
 
-def test_a_reservation_holds_until_the_forward_is_over():
-    """Though a forward inside it, of another model, gives both a share."""
-    outer, inner = slabs = slabs_of(10, 10)
-    begins(outer)
-    blocks = [take(outer, 1)]
-    begins(inner)
-    inner.budget.forward_over()
-    assert shares(slabs) == [5, 5] and outer.budget.reservation == 10 * PAGE
-    blocks.append(take(outer, 9))
-    outer.budget.forward_over()
-    assert outer.budget.reservation == 5 * PAGE
-
-
-def test_only_models_that_took_part_have_a_share():
-    """A third, whose passes come in turns, may use everything that the others do not hold."""
-    first, second, third = slabs = slabs_of(12, 12, 12)
-    third.free(take(third, 1))
-    block = take(first, 1)
-    begins(second)
-    second.budget.forward_over()
-    assert shares(slabs) == [6, 6, 12]
-    first.free(block)
-    assert begins(third) == 12 and not third.budget.has_share
-
-
 def test_dropped_graphs_and_dead_frames_do_not_wait():
     """Not even in reference cycles, as those of a pass that raised, with its traceback."""
     first, second = slabs_of(10, 10)
@@ -147,46 +122,6 @@ def test_dropped_graphs_and_dead_frames_do_not_wait():
     first.free(take(first, 10))
 
 
-def three_that_wait_together(first: int = 1) -> tuple[list[HostSlab], list[Block]]:
-    """Three clients of 12 pages that begin passes one after the other, each with a page; the first with so many."""
-    slabs = slabs_of(12, 12, 12)
-    blocks = []
-    for slab, pages in zip(slabs, (first, 1, 1), strict=True):
-        begins(slab)
-        blocks.append(take(slab, pages))
-    return slabs, blocks
-
-
-def test_a_third_has_its_part_too():
-    slabs, blocks = three_that_wait_together(first=10)
-    assert shares(slabs) == [4, 4, 4], "also where the first left little to the others"
-    for slab, block in zip(slabs, blocks, strict=True):
-        slab.budget.forward_over()
-        slab.free(block)
-    blocks = [take(slab, 4) for slab in slabs]
-    with pytest.raises(MemoError, match="GiB are left"):
-        take(slabs[0], 1)
-    assert slabs[0].pool.used == 12 * PAGE
-
-
-def test_the_limit_is_of_all_together():
-    """Clients that do not say that a pass begins."""
-    first, second = slabs_of(10, 8)
-    _blocks = take(first, 2), take(second, 8)
-    with pytest.raises(MemoError, match="GiB are left"):
-        take(first, 1)
-
-
-def test_a_closed_slab_leaves_what_is_held_to_the_others():
-    first, second = slabs_of(10, 10)
-    first.free(take(first, 6))
-    first.close()
-    second.free(take(second, 6))
-    assert second.size == 6 * PAGE
-    second.close()
-    assert second.size == 0
-
-
 # ---- the system refuses, ranks agree
 
 
@@ -206,32 +141,6 @@ def test_a_refusal_is_told_to_all(monkeypatch):
         slab.budget.agree(*slab.budget.offer)
         assert slab.budget.share == 3 * PAGE
         assert "the system refused more" in slab.budget.changed() and slab.budget.changed() is None
-
-
-def test_models_share_what_the_system_gave(monkeypatch):
-    first, second = slabs = slabs_of(10, 10)
-    block = take(first, 5)
-    begins(second)
-    refuse(monkeypatch)
-    with pytest.raises(MemoError, match="no more"):
-        take(second, 5)
-    second.budget.forward_over()
-    first.free(block)
-    blocks = []
-    for slab in slabs:
-        slab.budget.agree(*slab.budget.offer)
-        assert begins(slab) == slab.budget.share / PAGE == 2.5
-        assert "the system refused more" in slab.budget.changed()
-        blocks.append(take(slab, 2))
-        slab.budget.forward_over()
-    assert second.pool.used == 4 * PAGE
-
-
-def test_what_ranks_agree_on_is_no_change():
-    (slab,) = slabs_of(10)
-    begins(slab)
-    slab.budget.agree(6 * PAGE)
-    assert slab.budget.changed() is None and slab.budget.reservation == slab.budget.share == 6 * PAGE
 
 
 @pytest.mark.parametrize("end", ["over", "interrupted", "its thread has ended"])
@@ -356,52 +265,3 @@ def test_a_stream_waits_for_what_others_gave_back(compute):
 
 
 # ---- configured models, and who is left
-
-
-def test_what_is_configured_has_no_part():
-    """A client that can do with less has what the fixed one leaves."""
-    first, second = slabs = slabs_of(10, 10)
-    first.budget.needs = 0
-    block = take(first, 7)
-    assert begins(second) == 3 and shares(slabs) == [10, 3]
-    beside = take(second, 2)
-    assert begins(first) == 10 and first.budget.left == PAGE and second.budget.reservation == 3 * PAGE
-    first.free(block)
-    second.free(beside)
-    first.close()
-    assert begins(second) == second.budget.share / PAGE == 10
-
-
-def test_one_that_comes_later_gets_its_part_from_one_that_has_one():
-    """The later one's passes begin first, when no model waits."""
-    first, second = slabs_of(10, 10)
-    block = take(first, 1)
-    begins(second)
-    first.free(block)
-    first.close()
-    (later,) = slabs_of(10, pool=second.pool)
-    begins(later)
-    block = take(later, 8)
-    assert begins(second) == 2, "the later one holds more than its part"
-    assert shares([later, second]) == [5, 5]
-    later.free(block)
-    assert begins(second) == 5
-
-
-@pytest.mark.parametrize("end", ["closed", "garbage"])
-def test_who_is_left_has_the_part_of_one_that_is_gone(end: str):
-    slabs, blocks = three_that_wait_together()
-    assert all("other models' passes wait" in slab.budget.changed() for slab in slabs)
-    for left in (2, 1):
-        for slab in slabs:
-            slab.budget.forward_over()
-        del slab
-        gone = slabs.pop()
-        if end == "closed":
-            gone.free(blocks.pop())
-            gone.close()
-        del gone
-        assert begins(slabs[0]) == 12 // left
-        assert shares(slabs) == [12 // left] * left and slabs[0].budget.changed().startswith("host budget raised to")
-    take(slabs[0], 11)  # all the others had
-    assert slabs[0].size == 12 * PAGE

@@ -93,12 +93,6 @@ def test_copies_of_one_stream_keep_their_order(device):
     streams.close()
 
 
-def test_an_event_knows_its_stream(device):
-    streams = streams_for(device)
-    assert [streams.mark(name).stream for name in (COMPUTE, D2H, H2D)] == [COMPUTE, D2H, H2D]
-    streams.close()
-
-
 def test_a_device_without_streams_is_refused():
     with pytest.raises(MemoError, match="cuda and cpu devices; the layers are on xpu"):
         streams_for(torch.device("xpu"))
