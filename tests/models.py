@@ -302,6 +302,7 @@ def compare_with_stock(
     tolerance: float = FP32,
     layers: Any = None,
     same: Callable[[Outcome, Outcome, float], None] = assert_same,
+    prepare: Callable[[nn.Module], Any] = lambda model: None,
 ) -> dict[str, Any]:
     """Drive a stock copy and an attached copy of `model` through the same steps and compare each.
 
@@ -309,11 +310,13 @@ def compare_with_stock(
         drive: runs a step of a model, given the step's number.
         layers: as in ``ds_memo.attach``, by name.
         same: the comparison.
+        prepare: what is done to both copies first.
 
     Returns:
         The report after the last step.
     """
     stock, attached = copy.deepcopy(model), copy.deepcopy(model)
+    prepare(stock), prepare(attached)
     handle = ds_memo.attach(attached, config, layers=layers)
     try:
         for number in range(steps):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ import torch
 from ds_memo.compiled_layers.compiled_call import CompiledCall
 from tests.compiled_layers.rig import TOLERANCE, compare, compiled, run, worst
 from tests.everyday import everyday
+from tests.faults import put_in
 from tests.models import LAYERS, Batch, Toy, build
 
 MODELS = ("llama", "qwen3", "gemma3", "neox", "mixtral")
@@ -52,17 +52,16 @@ def test_layers_on_the_device(config: dict[str, Any]) -> None:
     assert got["gemm_flops_recomputed_fraction"] == pytest.approx(eager["gemm_flops_recomputed_fraction"], abs=0.01)
 
 
-def test_a_wrong_row_is_found() -> None:
+def test_a_wrong_row_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: one number of one supplied tensor is off, and the comparison fails."""
-    read = CompiledCall._in_frame
 
-    def off_by_one(self: CompiledCall, index: int) -> torch.Tensor:
-        tensor = read(self, index)
+    def off_by_one(right: Any, *args: Any) -> torch.Tensor:
+        tensor = right(*args)
         tensor[(0,) * tensor.dim()] += 1.0
         return tensor
 
-    with mock.patch.object(CompiledCall, "_in_frame", off_by_one):
-        off, *_ = compare(Toy(), {"alpha": 0.5, "resident_layers": 0}, steps=1)
+    put_in(monkeypatch, CompiledCall, "_in_frame", off_by_one)
+    off, *_ = compare(Toy(), {"alpha": 0.5, "resident_layers": 0}, steps=1)
     assert off > 100 * TOLERANCE
 
 

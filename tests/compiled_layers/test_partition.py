@@ -30,8 +30,7 @@ def split(model: Any, config: dict[str, Any], backend: str = "aot_eager") -> tup
 
 
 @pytest.mark.parametrize(
-    "name, backend, products",
-    everyday([("llama", "inductor", 7), ("plain", "aot_eager", 4)], [("plain", "aot_eager", 4)]),
+    "name, backend, products", everyday([("llama", "inductor", 7), ("plain", "aot_eager", 4)], [("plain", "aot_eager", 4)])
 )
 def test_what_is_computed_again(name: str, backend: str, products: int) -> None:
     """Attention and the last product of the layer are not; every other product has its rows joined."""

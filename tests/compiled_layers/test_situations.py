@@ -15,9 +15,9 @@ from torch import nn
 import ds_memo
 from ds_memo.compiled_layers import ops
 from ds_memo.placement import stored_rows
-from tests.compiled_layers.rig import TOLERANCE, compiled, layers_of, recompilations, run, worst
+from tests.compiled_layers.rig import TOLERANCE, compiled, recompilations, run, worst
 from tests.inside import inside, kinds_of_recipes, recipe_of
-from tests.models import BF16, HIDDEN, Batch, Block, Outcome, Toy, build, gradients
+from tests.models import HIDDEN, Batch, Block, Outcome, Toy, build, gradients
 from tests.remat.test_around_layers import CallsCheckpoint
 
 CONFIG = {"alpha": 0.5, "resident_layers": 1}
@@ -29,32 +29,6 @@ def pair(model: nn.Module, **options: Any) -> tuple[nn.Module, nn.Module, Any]:
     options = options or {"backend": "aot_eager"}
     stock = compiled(copy.deepcopy(model), **options)
     return stock, model, ds_memo.attach(compiled(model, **options), CONFIG)
-
-
-def two_forwards(model: nn.Module) -> Outcome:
-    """Two forwards before the backward of either."""
-    batches = [Batch.random(2, 17, seed=seed) for seed in range(2)]
-    losses = [model(inputs_embeds=batch.embeds, labels=batch.labels).loss for batch in batches]
-    sum(losses).backward()
-    return Outcome(sum(losses).detach(), gradients(model))
-
-
-def evaluated_between(model: nn.Module) -> Outcome:
-    batch = Batch.random(2, 17)
-    with torch.no_grad():
-        model.eval()(inputs_embeds=batch.embeds, labels=batch.labels)
-    return run(model.train(), batch)
-
-
-def under_autocast(model: nn.Module) -> Outcome:
-    with torch.autocast("cpu", torch.bfloat16):
-        return run(model, Batch.random(2, 17))
-
-
-def partly_frozen(model: nn.Module) -> Outcome:
-    for layer in layers_of(model)[:2]:
-        layer.requires_grad_(False)
-    return run(model, Batch.random(2, 17))
 
 
 def retained(model: nn.Module) -> Outcome:
@@ -74,7 +48,7 @@ def dropped(model: nn.Module) -> Outcome:
     return run(model, batch)
 
 
-SITUATIONS = (two_forwards, evaluated_between, under_autocast, partly_frozen, retained, dropped)
+SITUATIONS = (retained, dropped)
 
 
 @pytest.mark.parametrize("situation", SITUATIONS, ids=lambda situation: situation.__name__)
@@ -83,12 +57,11 @@ def test_as_compiled_stock(situation: Callable[[nn.Module], Outcome]) -> None:
     stock, model, handle = pair(Toy())
     for _ in range(2):
         got, want = situation(model), situation(stock)
-        assert worst(got, want) <= (BF16 if situation is under_autocast else TOLERANCE)
+        assert worst(got, want) <= TOLERANCE
     del got, want
     assert ops.calls_alive() == 0
     report = handle.report()
     assert report["bytes_to_host"] > 0 and report["attention_recomputed"] == 0 and not report["warnings"]
-    handle.detach()
 
 
 class Drops(Block):
@@ -110,8 +83,7 @@ class Lora(Block):
 
 
 @pytest.mark.parametrize(
-    "block, backend",
-    [(Lora, "aot_eager"), (Drops, "aot_eager"), pytest.param(Drops, "inductor", marks=pytest.mark.slow)],
+    "block, backend", [(Lora, "aot_eager"), (Drops, "aot_eager"), pytest.param(Drops, "inductor", marks=pytest.mark.slow)]
 )
 def test_blocks(block: type[Block], backend: str) -> None:
     torch.manual_seed(0)
@@ -120,7 +92,6 @@ def test_blocks(block: type[Block], backend: str) -> None:
         batch = Batch.random(2, 17)
         assert worst(run(model, batch), run(stock, batch)) <= TOLERANCE
     assert handle.report()["attention_recomputed"] == 0
-    handle.detach()
 
 
 def test_a_kept_tensor_that_is_changed_after_the_layer() -> None:
@@ -128,14 +99,13 @@ def test_a_kept_tensor_that_is_changed_after_the_layer() -> None:
     torch.manual_seed(0)
     model = Toy()
     torch._dynamo.reset()
-    handle = ds_memo.attach(compiled(model, backend="aot_eager"), {"alpha": 0.5, "resident_layers": 0})
+    ds_memo.attach(compiled(model, backend="aot_eager"), {"alpha": 0.5, "resident_layers": 0})
     x = torch.randn(2, 17, HIDDEN, requires_grad=True)
     hidden = x * 2
     out = model.blocks[1](model.blocks[0](hidden))
     hidden.add_(1)
     with pytest.raises(ds_memo.MemoError, match=r"was changed in place after the layer ran"):
         out.sum().backward()
-    handle.detach()
 
 
 def test_models_that_call_checkpoint_themselves() -> None:
@@ -150,7 +120,6 @@ def test_models_that_call_checkpoint_themselves() -> None:
         batch = Batch.random(2, 17)
         assert worst(run(model, batch), run(stock, batch)) <= TOLERANCE
     assert set(kinds_of_recipes(handle)) == {"CompiledRecipe"}
-    handle.detach()
 
 
 @pytest.mark.slow
@@ -174,7 +143,6 @@ def test_solved(name: str, backend: str, tmp_path: Path, monkeypatch: pytest.Mon
     outputs = [output for kind in profile.kinds for output in kind.samples[-1].outputs]
     assert {output.role for output in outputs} == {"input", "gemm", "attention"}
     assert not any("cannot be" in warning or "do not keep" in warning for warning in handle.report()["warnings"])
-    handle.detach()
 
 
 class Product(nn.Module):
@@ -196,12 +164,11 @@ class Product(nn.Module):
 @pytest.mark.parametrize("changed", [False, True])
 def test_an_input_outside_of_the_frame_is_watched_for_changes(changed: bool) -> None:
     model = Product()
-    handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 0}, layers=["layers.0"])
+    ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 0}, layers=["layers.0"])
     model.layers[0].compile(backend="aot_eager")
     loss = model(torch.randn(2, 512, 128), changed).pow(2).mean()
     with pytest.raises(ds_memo.MemoError, match="was changed in place after") if changed else nullcontext():
         loss.backward()
-    handle.detach()
 
 
 def test_a_function_of_no_module_runs_uncompiled_and_says_so() -> None:
@@ -210,11 +177,10 @@ def test_a_function_of_no_module_runs_uncompiled_and_says_so() -> None:
             return ds_memo.checkpoint(lambda y: y.sin() @ y.transpose(-1, -2), self.layers[0](x))
 
     model = Model()
-    handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 0}, layers=["layers.0"])
+    ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 0}, layers=["layers.0"])
     model.compile(backend="aot_eager")
     with pytest.warns(ds_memo.MemoWarning, match="belongs to no module"):
         model(torch.randn(2, 512, 64)).pow(2).mean().backward()
-    handle.detach()
 
 
 @pytest.mark.parametrize("rows, stored", [(1000, 300), (4096, 1152)])
@@ -225,4 +191,3 @@ def test_rows_are_split_as_in_uncompiled_layers(rows: int, stored: int) -> None:
     model(torch.randn(1, rows, 128), False).pow(2).mean().backward()
     kept = [slot.rows for slot in recipe_of(handle).layout.kept]
     assert stored in kept and stored_rows(0.3, rows) == stored
-    handle.detach()

@@ -3,42 +3,57 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from tests.compiled_layers.rig import recompilations
+from tests.compiled_layers.rig import layers_of, recompilations
 from tests.deepspeed.engines import MEMO, ON_ONE_CPU_RANK, ds_config, start, train
 from tests.everyday import everyday
-from tests.models import Batch
+from tests.inside import kinds_of_recipes
+from tests.models import LAYERS, Batch, build
 
 pytestmark = ON_ONE_CPU_RANK
+
+
+COMPILED: dict[str, Callable[[Any], None]] = {
+    "engine": lambda engine: engine.compile(backend="aot_eager"),  # what Accelerate does, and the Trainer's torch_compile=True
+    "model": lambda engine: engine.module.compile(backend="aot_eager"),
+    "layer": lambda engine: layers_of(engine.module)[1].compile(backend="aot_eager"),  # Accelerate's regional compilation
+    "assigned": lambda engine: layers_of(engine.module).__setitem__(
+        1, torch.compile(layers_of(engine.module)[1], backend="aot_eager")
+    ),
+}
+DAILY = [("engine", 1, "plain"), ("engine", 3, "plain"), *((how, 0, "plain") for how in ("layer", "assigned"))]
 
 
 @functools.cache
 def uncompiled(name: str, stage: int) -> tuple[list[float], dict[str, Any]]:
     engine = start(ds_config(stage, memo=MEMO), name)
-    losses, report = train(engine, steps=3), engine.memo.report()
+    losses, report = train(engine, steps=2), engine.memo.report()
     engine.memo.detach()
     return losses, report
 
 
-@pytest.mark.parametrize("stage, name", everyday([(1, "plain"), (3, "plain"), (3, "llama")], [(1, "plain"), (3, "plain")]))
-def test_every_stage(stage: int, name: str) -> None:
-    """Losses and counts are those of uncompiled layers. Under ZeRO-3 layers are gathered whole, so that they can be traced."""
+@pytest.mark.parametrize("how, stage, name", everyday([*DAILY, ("model", 0, "plain"), ("engine", 3, "llama")], DAILY))
+def test_compiled_after_initialize(how: str, stage: int, name: str) -> None:
+    """Layers are compiled one by one, with the losses and counts of uncompiled ones. Under ZeRO-3 they are gathered whole, so
+    that they can be traced."""
     losses, counted = uncompiled(name, stage)
     torch._dynamo.reset()
     engine = start(ds_config(stage, memo=MEMO), name)
-    engine.compile(backend="aot_eager")
-    assert train(engine, steps=3) == pytest.approx(losses, rel=1e-5)
+    COMPILED[how](engine)
+    assert train(engine, steps=2) == pytest.approx(losses, rel=1e-5)
+    of_all = how in ("engine", "model")
+    kinds = ["CompiledRecipe" if of_all or number == 1 else "Recipe" for number in range(LAYERS)]
     report = engine.memo.report()
-    assert {type(layer.latest).__name__ for layer in engine.memo._session.layers} == {"CompiledRecipe"}
-    for key in ("bytes_to_host", "stored_bytes_per_layer", "attention_recomputed", "gemm_flops_recomputed_fraction"):
+    assert kinds_of_recipes(engine.memo) == kinds and not report["warnings"]
+    for key in ("frames", "bytes_to_host", "stored_bytes_per_layer", "attention_recomputed", "gemm_flops_recomputed_fraction"):
         assert report[key] == counted[key], key
-    assert not report["warnings"]
     engine.memo.detach()
-    torch._dynamo.reset()
+    assert (layers_of(engine.module)[1]._compiled_call_impl is not None) == (how == "layer")  # as it was
 
 
 @pytest.mark.slow
@@ -46,12 +61,12 @@ def test_lengths_change() -> None:
     """Code is compiled again no more often than stock's."""
     counts, losses = [], []
     for memo in ({"enabled": False}, {**MEMO, "resident_layers": 0}):
-        engine = start(ds_config(3, memo=memo))
+        engine = start(ds_config(3, memo=memo), model=build("llama", num_hidden_layers=2))
         engine.compile(backend="aot_eager")
         losses.append([])
 
         def run(engine: Any = engine, found: list[float] = losses[-1]) -> None:
-            for length in (17, 17, 24, 24, 33, 33):
+            for length in (17, 24, 33):
                 ids = Batch.random(2, length).labels  # not embeddings: the first layer's input needs no gradient then
                 loss = engine(input_ids=ids, labels=ids).loss
                 engine.backward(loss)
@@ -60,8 +75,7 @@ def test_lengths_change() -> None:
 
         counts.append(recompilations(run))
         if memo["enabled"]:
-            assert {type(layer.latest).__name__ for layer in engine.memo._session.layers} == {"CompiledRecipe"}
+            assert set(kinds_of_recipes(engine.memo)) == {"CompiledRecipe"}
             engine.memo.detach()
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
     assert 0 < counts[1].total() <= counts[0].total(), counts
-    torch._dynamo.reset()

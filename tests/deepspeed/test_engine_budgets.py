@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import ds_memo
+from ds_memo.autotune import model_profile as profiling
 from ds_memo.autotune import tuner
+from ds_memo.autotune.budgets import Budgets
 from ds_memo.deepspeed import initialize as integration
+from ds_memo.deepspeed.run_ahead_limit import AHEAD, RunAheadLimit
 from ds_memo.plan.phases import Part
 from ds_memo.planned_alloc.non_layer_memory import NonLayerMemory, largest
 from ds_memo.planned_alloc.runtime import Addresses
+from ds_memo.profile import run
 from ds_memo.solve.memory import device_bytes
 from ds_memo.units import MIB
 from tests.deepspeed.engines import ON_ONE_CPU_RANK, deepspeed, ds_config, start, train
-from tests.models import build
+from tests.everyday import everyday
+from tests.faults import put_in
+from tests.inside import inside
+from tests.models import Batch, build
 from tests.placements import sets
 
 pytestmark = [*ON_ONE_CPU_RANK, pytest.mark.usefixtures("own_cache")]
@@ -41,8 +49,8 @@ def trained(stage: int, accumulate: int = 1, steps: int = 4) -> Any:
 def test_what_an_engine_takes_is_solved_for(stage: int) -> None:
     """The arena is as large as predicted; from ZeRO-1 on it would be larger, were only the layers known."""
     engine = trained(stage)
-    solved, report = engine.memo._session.policy.pass_solution, engine.memo.report()
-    log, plan = engine.memo._session.addresses.log, engine.memo.plan
+    solved, report = inside(engine.memo).policy.pass_solution, engine.memo.report()
+    log, plan = inside(engine.memo).addresses.log, engine.memo.plan
     weights = sum(parameter.numel() for parameter in engine.module.parameters())
     engine.destroy()
     assert report["plan"]["hits"] > 200 and report["checkpointing"]
@@ -63,7 +71,7 @@ def test_gradients_that_accumulate_are_there_in_the_next_forward() -> None:
     engine = trained(stage=1, accumulate=2)
     weights, run = (
         sum(parameter.numel() for parameter in engine.module.parameters()),
-        engine.memo._session.policy.pass_solution.run,
+        inside(engine.memo).policy.pass_solution.run,
     )
     engine.destroy()
     assert 4 * weights <= run.forward_bytes <= 1.5 * 4 * weights
@@ -84,7 +92,7 @@ def test_zero_3_is_looked_at_until_it_has_settled(stage: int, monkeypatch: pytes
     monkeypatch.setattr(Addresses, "non_layer_memory", lambda *_: next(left))
     monkeypatch.setattr(tuner, "meet_in_layers", lambda model: stage == 3)  # one rank has nothing to gather
     engine = trained(stage, steps=5)
-    run = engine.memo._session.policy.pass_solution.run
+    run = inside(engine.memo).policy.pass_solution.run
     engine.destroy()
     known = largest(seen if stage == 3 else seen[:1])
     assert (run.working_bytes, run.forward_bytes, run.head_bytes) == (known.elsewhere, known.forward, known.head)
@@ -98,7 +106,7 @@ def test_what_deepspeed_holds_while_attention_is_computed_again_is_said(
 ) -> None:
     monkeypatch.setattr(Addresses, "non_layer_memory", lambda *_: NonLayerMemory(head=MIB, elsewhere=elsewhere))
     engine = trained(3)
-    solved, warnings = engine.memo._session.policy.pass_solution, engine.memo.report()["warnings"]
+    solved, warnings = inside(engine.memo).policy.pass_solution, engine.memo.report()["warnings"]
     engine.destroy()
     assert bool(sets(solved.solution).attention_recomputed) is says
     assert any("GiB on other streams" in warning for warning in warnings) is says
@@ -135,3 +143,144 @@ def test_a_large_head_is_told_once() -> None:
     told = engine.memo.report()["warnings"]
     engine.destroy()
     assert len(told) == 1 and told[0].startswith("beside the layers 218 tokens take"), told
+
+
+# ---- the host runs no further ahead of the device than two layers
+
+
+class Device:
+    """An observer that logs the marks that the host waited for and the events, in order."""
+
+    def __init__(self) -> None:
+        self.log: list[Any] = []
+        self.marks = 0
+
+    def mark(self) -> Any:
+        self.marks += 1
+        return Mark(self, self.marks)
+
+    def layer_begins(self, layer: int) -> None:
+        self.log.append(("begins", layer))
+
+    def layer_ends(self, layer: int) -> None:
+        self.log.append(("ends", layer))
+
+    def layer_replays(self, layer: int) -> None:
+        self.log.append(("replays", layer))
+
+    def interrupted(self) -> None:
+        self.log.append("interrupted")
+
+
+class Mark:
+    def __init__(self, device: Device, number: int) -> None:
+        self.device, self.number = device, number
+
+    def synchronize(self) -> None:
+        self.device.log.append(self.number)
+
+
+def test_a_layer_waits_for_the_one_before_the_last() -> None:
+    """In the forward and in the backward, which begins while the device is still in the forward."""
+    device = Device()
+    limit = RunAheadLimit(device.mark)
+    for layer in range(3):
+        for observer in (limit, device):
+            observer.layer_begins(layer)
+        for observer in (limit, device):
+            observer.layer_ends(layer)
+    for layer in (2, 1):
+        for observer in (limit, device):
+            observer.layer_replays(layer)
+    forward = [("begins", 0), ("ends", 0), ("begins", 1), ("ends", 1), 1, ("begins", 2), ("ends", 2)]
+    assert AHEAD == 2 and device.log == [*forward, 2, ("replays", 2), 3, ("replays", 1)]
+
+
+def test_nobody_waits_for_a_pass_that_was_interrupted() -> None:
+    device = Device()
+    limit = RunAheadLimit(device.mark)
+    for layer in range(AHEAD):
+        limit.layer_begins(layer)
+    limit.interrupted()
+    for layer in range(AHEAD):
+        limit.layer_begins(layer)
+    assert device.marks == 2 * AHEAD and device.log == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("meets", [True, False])
+def test_layers_that_are_gathered_tell_when_they_run(meets: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where everything fits and none of them is checkpointed, too."""
+    monkeypatch.setattr(tuner, "meet_in_layers", lambda model: meets)
+    engine = start(ds_config(3, memo={"enabled": True}))
+    train(engine, steps=1)
+    device = Device()
+    inside(engine.memo).remat.observers = (device,)
+    train(engine, steps=1)
+    plain = inside(engine.memo).policy.no_recompute
+    engine.destroy()
+    forward = [(what, layer) for layer in range(4) for what in ("begins", "ends")]
+    backward = [("replays", layer) for layer in reversed(range(4))]
+    assert plain and device.log == ([*forward, *backward] * 2 if meets else [])
+
+
+# ---- what an engine leaves open is profiled and solved for
+
+
+@pytest.mark.parametrize("stage", everyday([0, 3], [0]))
+def test_an_engine_chooses_by_itself(stage: int, tmp_path: Path) -> None:
+    """Nothing but "enabled": the profile runs each layer under ZeRO, and leaves no gradient behind."""
+    want = train(start(ds_config(stage)))
+    memo = {"enabled": True, "plan": {"enabled": False}, "cache_dir": str(tmp_path)}
+    for device, checkpointing in ((None, False), (6e-4, True)):
+        engine = start(ds_config(stage, memo=memo | ({"device_memory_gib": device} if device else {})))
+        got = train(engine)
+        assert got[:2] == want[:2]
+        assert got == pytest.approx(want, rel=1e-5)
+        report = engine.memo.report()
+        assert report["checkpointing"] is checkpointing
+        assert report["warnings"] == []
+        assert report["stored_bytes_per_layer"] == report["predicted"]["stored_bytes_per_layer"]
+        engine.memo.detach()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("before", ["an evaluation", "a pass without gradients", "short batches"])
+def test_a_profile_once_zero_3_gathers_ahead(before: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It knows in which order layers come, and what it has under way to a layer cannot be used where that is measured alone."""
+    monkeypatch.setattr(run, "SHORTEST", 128)
+    monkeypatch.setattr(profiling, "SHORTEST", 128)
+
+    def trained(engine: Any) -> list[float]:
+        if before == "short batches":
+            losses = train(engine)
+        else:
+            engine.train(before != "an evaluation")
+            with torch.no_grad():
+                losses = [engine(inputs_embeds=(batch := Batch.random(2, 17)).embeds, labels=batch.labels).loss.item()]
+            engine.train()
+        return losses + train(engine, length=80)
+
+    want = trained(start(ds_config(3)))
+    engine = start(ds_config(3, memo={"enabled": True, "plan": {"enabled": False}, "cache_dir": str(tmp_path)}))
+    assert trained(engine) == pytest.approx(want, rel=1e-5)
+    report = engine.memo.report()
+    assert report["profile"] and report["warnings"] == []
+    assert any("again" in change for change in report["profile"]["changes"]) is (before == "short batches")
+    engine.memo.detach()
+
+
+def test_a_step_that_overflowed_shows_no_optimizer_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """fp16 skips its first steps. What the device has left is measured again after the first step that was none of those."""
+    measured: list[bool] = []
+    put_in(
+        monkeypatch, Budgets, "measure", lambda right, *args, stepped: measured.append(stepped) or right(*args, stepped=stepped)
+    )
+    engine = start(ds_config(memo={"enabled": True, "plan": {"enabled": False}, "cache_dir": str(tmp_path)}))
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "was_step_applied", lambda: False)
+        train(engine, steps=2)
+        assert measured == [False]
+    train(engine, steps=2)
+    assert measured == [False, True]
+    engine.memo.detach()

@@ -9,6 +9,7 @@ import inspect
 import json
 import time
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ import ds_memo
 from tests.deepspeed import engines
 from tests.deepspeed.engines import MEMO, ds_config, start, train
 from tests.everyday import everyday
+from tests.inside import inside
 from tests.models import LAYERS, Batch, Block, Toy, build
 
 deepspeed = engines.deepspeed
@@ -190,7 +192,7 @@ def test_an_engine_that_takes_no_steps_is_left_alone(how: str, why: str, capsys:
     trained.memo.detach()
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [0, 3])
 def test_an_optimizer_that_is_stepped_without_its_engine(stage: int) -> None:
     """As Lightning's Fabric does. A scheduler of torch's wraps the step of torch's optimizers."""
 
@@ -251,10 +253,10 @@ def test_a_destroyed_engine_gives_everything_back(stage: int) -> None:
         losses = train(first := start(config, model=model), steps=1)
         first.destroy()
         if hasattr(first, "memo"):
-            assert first.memo._session.slab.size == 0
+            assert inside(first.memo).slab.size == 0
         losses += train(second := start(config, model=model), steps=1)
         if hasattr(first, "memo"):
-            assert second.memo._session.addresses.installed and second.memo.report()["warnings"] == []
+            assert inside(second.memo).addresses.installed and second.memo.report()["warnings"] == []
         second.destroy()
         return losses
 
@@ -284,42 +286,47 @@ def test_where_the_config_may_come_from(how: str, tmp_path: Path) -> None:
     engine.memo.detach()
 
 
-@pytest.mark.parametrize("key", ["partition_activations", "cpu_checkpointing", "contiguous_memory_optimization"])
-def test_deepspeeds_own_checkpointing_is_refused(key: str) -> None:
-    config = ds_config(memo=MEMO, activation_checkpointing={key: True})
-    with pytest.raises(ds_memo.MemoConfigError, match=rf"activation_checkpointing\.{key} does what memo does"):
-        start(config)
-    start(ds_config(activation_checkpointing={key: True}))  # without memo it is none of our business
+def offloading() -> nn.Module:
+    model = build("llama")
+    model.gradient_checkpointing_enable(offload=True)
+    return model
 
 
-def test_pipelines_are_refused() -> None:
+def pipeline() -> nn.Module:
     from deepspeed.pipe import PipelineModule
 
-    model = PipelineModule([nn.Linear(4, 4), nn.Linear(4, 4)], num_stages=1)
-    with pytest.raises(ds_memo.MemoError, match="pipeline parallelism runs its own checkpointing"):
-        ds_memo.initialize(model=model, config=ds_config(memo=MEMO))
+    return PipelineModule([nn.Linear(4, 4), nn.Linear(4, 4)], num_stages=1)
+
+
+CHECKPOINTING = ("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization")
+REFUSED: list[tuple[dict[str, Any], Callable[[], nn.Module], str]] = [
+    ({"memo": {"enabled": True, "nonsense": 2}}, Toy, r"memo\.nonsense: unknown key"),
+    (
+        {"memo": {"enabled": True, "resident_layers": LAYERS + 1}},
+        Toy,
+        rf"memo\.resident_layers: got {LAYERS + 1}; allowed: .* from 0 to {LAYERS}",
+    ),
+    ({}, lambda: nn.Sequential(nn.Linear(4, 4)), "layers are not known"),
+    ({}, pipeline, "pipeline parallelism runs its own checkpointing"),
+    ({}, offloading, r'"offload": True} does what memo does in another way; remove one'),
+    ({"compile": {"deepcompile": True}}, Toy, r"compile\.deepcompile compiles the layers.*remove it or memo"),
+    *(
+        ({"activation_checkpointing": {key: True}}, Toy, rf"activation_checkpointing\.{key} does what memo does")
+        for key in CHECKPOINTING
+    ),
+]
 
 
 @pytest.mark.usefixtures("not_started")
-@pytest.mark.parametrize(
-    "memo, message",
-    [
-        ({"enabled": True, "nonsense": 2}, r"memo\.nonsense: unknown key"),
-        (
-            {"enabled": True, "resident_layers": LAYERS + 1},
-            rf"memo\.resident_layers: got {LAYERS + 1}; allowed: .* from 0 to {LAYERS}",
-        ),
-    ],
-)
-def test_wrong_sections_are_refused_before_deepspeed_starts(memo: Any, message: str) -> None:
-    with pytest.raises(ds_memo.MemoConfigError, match=message):
-        start(ds_config(memo=memo))
+@pytest.mark.parametrize("section, make, said", REFUSED)
+def test_what_is_refused_before_deepspeed_starts(section: dict[str, Any], make: Callable[[], nn.Module], said: str) -> None:
+    with pytest.raises(ds_memo.MemoError, match=said):
+        start(ds_config(**{"memo": MEMO, **section}), model=make())
 
 
-@pytest.mark.usefixtures("not_started")
-def test_unknown_layers_are_refused_before_deepspeed_starts() -> None:
-    with pytest.raises(ds_memo.MemoError, match="layers are not known"):
-        start(ds_config(memo=MEMO), model=nn.Sequential(nn.Linear(4, 4)))
+@pytest.mark.parametrize("key", CHECKPOINTING)
+def test_without_memo_deepspeeds_checkpointing_is_its_own(key: str) -> None:
+    start(ds_config(activation_checkpointing={key: True}))
 
 
 def test_an_engine_that_is_dropped_is_let_go() -> None:
@@ -380,8 +387,8 @@ def test_two_engines_that_take_turns(stage: int) -> None:
     for engine in engines:
         report = engine.memo.report()
         assert report["host"]["budget"] == 1 << 24 and report["active"] and report["warnings"] == []
-        assert engine.memo._session.addresses.installed
-    assert engines[0].memo._session.slab.size == max(engine.memo._session.slab.peak_used for engine in engines)
+        assert inside(engine.memo).addresses.installed
+    assert inside(engines[0].memo).slab.size == max(inside(engine.memo).slab.peak_used for engine in engines)
     assert losses == pytest.approx(both(ds_config(stage))[0], rel=1e-5)
     for engine in engines:
         engine.destroy()

@@ -28,6 +28,7 @@ from tests.deepspeed.matrix import mean_loss
 from tests.deepspeed.test_ulysses import SUMS, part
 from tests.distributed_harness.common import DistributedTest
 from tests.everyday import everyday
+from tests.inside import inside
 from tests.models import LAYERS, VOCAB, Different, assert_same_grads, build, gradients
 
 EXACT = 1e-6
@@ -317,7 +318,7 @@ class TestUlysses(DistributedTest):
             assert_as_apart(Packed((lengths,), step).in_parts(model), Packed((lengths,), step).apart(build("llama")))
             recomputed.append(handle.report()["attention_recomputed"])
         assert recomputed[0] == 0 < recomputed[6] == recomputed[-1], "three times left, then never again"
-        assert all(layer.follows_recipes and layer.recipes for layer in handle._session.layers)
+        assert all(layer.follows_recipes and layer.recipes for layer in inside(handle).layers)
 
     def test_position_ids_of_one_row_for_all_and_a_model_without_its_head(self):
         """Seen in the layers, by what they are given themselves."""
@@ -508,15 +509,3 @@ def test_the_mask_of_flex_attention(length: int) -> None:
     sizes = len(lengths), 1, length, length
     asked = [torch_flex.create_mask(mask.mask_mod, *sizes, device="cpu") for mask in (got, want)]
     assert torch.equal(*asked)
-
-
-def test_pytorchs_own_flex_attention_takes_the_mask() -> None:
-    """Forward alone: it has no backward on a CPU."""
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(2, 2, 300, 16, generator=generator) for _ in range(3))
-    lengths = [(40, 130, 130), (300,)]
-    got = torch_flex.flex_attention(q, k, v, block_mask=documents.block_mask(lengths, q.device))
-    for row, parts in enumerate(lengths):
-        pieces = zip(*(x[row : row + 1].split(parts, dim=2) for x in (q, k, v)), strict=True)
-        alone = torch.cat([F.scaled_dot_product_attention(*piece, is_causal=True) for piece in pieces], dim=2)
-        torch.testing.assert_close(got[row : row + 1], alone, rtol=EXACT, atol=EXACT)

@@ -28,6 +28,7 @@ from tests.deepspeed import test_tensor_parallel as tensor_parallel
 from tests.deepspeed import test_uneven_ranks as uneven
 from tests.deepspeed.test_ulysses import IN_TILES, batch, gradients_of_parts, part, whole_gradients
 from tests.distributed_harness.common import ON_CPU, DistributedTest
+from tests.inside import inside
 from tests.models import FP32, Batch, Block, Toy, assert_same, assert_same_grads, build, step
 
 pytestmark = pytest.mark.skipif(not ON_CPU, reason="two CPU ranks")
@@ -241,7 +242,7 @@ class TestSolutions(DistributedTest):
         done = []
         for _ in range(steps):
             assert_same_grads(gradients_of_parts(model), want, FP32)
-            policy = handle._session.policy
+            policy = inside(handle).policy
             done.append([kind.name for kind in policy.pass_solution.solution.kinds])
             assert (
                 agree.from_all_ranks((done[-1], policy.alpha_used, policy.in_flight.earlier)).count(

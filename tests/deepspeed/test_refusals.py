@@ -20,6 +20,7 @@ import ds_memo
 from ds_memo.swap.engine import SwapEngine
 from ds_memo.swap.frame import Frame
 from tests.everyday import everyday
+from tests.inside import inside
 from tests.models import LAYERS, Batch, Outcome, assert_same, build, step
 
 BATCH = Batch.random(2, 24)
@@ -91,7 +92,7 @@ def requests(alpha: float, residents: int, analysed: bool, buffers_only: bool, t
 
 def assert_clean(handle: Any, model: nn.Module, before: tuple[int, int]) -> None:
     gc.collect()
-    engine, slab = handle._session.engine, handle._session.slab
+    engine, slab = inside(handle).engine, inside(handle).slab
     engine.settle()  # as the next forward does
     assert not [found for found in gc.get_objects() if isinstance(found, Frame)], "frames"
     engine.drain()
@@ -122,17 +123,14 @@ def check(
     assert_clean(handle, model, before)
     assert_same(step(model, BATCH), stock)
     handle.detach()
-    assert handle._session.slab.size == 0 and (threading.active_count(), hooks(model)) == (threads, plain)
+    assert inside(handle).slab.size == 0 and (threading.active_count(), hooks(model)) == (threads, plain)
     less = attached(model, alpha / 2, residents)
     assert_same(step(model, BATCH), stock)
     less.detach()
     return said
 
 
-@pytest.mark.parametrize(
-    "alpha, twice",
-    everyday([(0.0, True), (0.5, False), (1.0, False)], [(0.5, False)]),
-)
+@pytest.mark.parametrize("alpha, twice", everyday([(0.0, True), (0.5, False), (1.0, False)], [(0.5, False)]))
 def test_every_reload_buffer(stock: Outcome, alpha: float, twice: bool) -> None:
     """The first is asked for by the backward, each of the others by the replay of the layer above."""
     number = requests(alpha, 0, analysed=True, buffers_only=True, twice=twice)
@@ -161,7 +159,7 @@ def test_the_host_is_free_for_the_next_step_after_a_failed_backward(stock: Outco
     """Also where it holds one step and no more; autograd keeps graphs that raised for a while."""
     handle = attached(model := build("llama"), 1.0)
     step(model, BATCH)
-    handle._session.slab.budget.nbytes = handle._session.slab.size
+    inside(handle).slab.budget.nbytes = inside(handle).slab.size
     backward = range(requests(1.0, 0, analysed=True, buffers_only=False))[LAYERS * 7 :: 3]
     for nth in backward:
         refused(model, nth, buffers_only=False)

@@ -20,6 +20,8 @@ from ds_memo.tiles import attention
 from ds_memo.tiles.modes import SupplyHeads
 from tests.deepspeed.matrix import mean_loss
 from tests.distributed_harness.common import DistributedTest
+from tests.faults import put_in
+from tests.inside import inside
 from tests.models import FP32, VOCAB, Different, Toy, assert_same_grads, build, gradients
 
 LENGTH = 24
@@ -86,7 +88,7 @@ class TestGradients(DistributedTest):
         handle = ds_memo.attach(parallel, MEMO | {"alpha": 0.25 + 0.5 * dist.get_rank()})
         for step in range(6):
             if step % 3 == dist.get_rank():
-                for layer in handle._session.layers:
+                for layer in inside(handle).layers:
                     layer.recipes.clear()
             assert_same_grads(gradients_of_parts(parallel, step), whole_gradients(build("llama"), step), FP32)
 
@@ -176,18 +178,13 @@ def gradients_in_groups(name, ranks, groups, **shape):
     parallel, ran = build(name, **shape), set()
     ulysses.set_up(parallel, ranks)
     handle = ds_memo.attach(parallel, IN_TILES | {"head_groups": groups})
-    init = SupplyHeads.__init__
-
-    def noted(self, call, heads, first_op):
-        ran.add((heads.number, heads.groups))
-        init(self, call, heads, first_op)
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SupplyHeads, "__init__", noted)
+        note = lambda right, *args: ran.add((args[2].number, args[2].groups)) or right(*args)  # noqa: E731
+        put_in(patch, SupplyHeads, "__init__", note)
         for _ in range(2):
             found = gradients_of_parts(parallel)
     report = handle.report()
-    assert len(report["tiles"]["layers"]) == len(handle._session.layers) and report["attention_recomputed"] == 0
+    assert len(report["tiles"]["layers"]) == len(inside(handle).layers) and report["attention_recomputed"] == 0
     handle.detach()
     return found, ran, report["warnings"]
 
@@ -237,15 +234,14 @@ class TestHeadGroups(DistributedTest):
             assert len({*first, *second}) == 4
             assert drawn[4:] == 2 * second + 2 * first, "the result is made again, then come the groups' backwards"
 
-    @pytest.mark.parametrize("departs", [0, 1])
-    def test_a_group_that_leaves_the_recipe(self, departs):
+    def test_a_group_that_leaves_the_recipe(self):
         """It attends to one row after another in the second step, in the forward and in each replay."""
-        now = SimpleNamespace(step=0, calls=0)
+        now = SimpleNamespace(step=0, calls=0, departs=0)
 
         def fickle(core):
             def attend(module, *args, **kwargs):
                 group, now.calls = now.calls % 2, now.calls + 1
-                if now.step != 1 or group != departs:
+                if now.step != 1 or group != now.departs:
                     return core(module, *args, **kwargs)
                 rows = zip(*(tensor.split(1) for tensor in args[:3]), strict=True)
                 return torch.cat([core(module, *row, *args[3:], **kwargs)[0] for row in rows]), None
@@ -254,32 +250,33 @@ class TestHeadGroups(DistributedTest):
 
         wrap_attention("sdpa", fickle)
         want = whole_gradients(build("llama"))
-        parallel = build("llama")
-        ulysses.set_up(parallel, 2)
-        handle = ds_memo.attach(parallel, IN_TILES | {"head_groups": 2})
-        for now.step in range(3):
-            now.calls = 0
-            assert_same_grads(gradients_of_parts(parallel), want, FP32)
-        assert handle.report()["attention_recomputed"] > 0
+        for now.departs in range(2):
+            now.step = 0
+            parallel = build("llama")
+            ulysses.set_up(parallel, 2)
+            handle = ds_memo.attach(parallel, IN_TILES | {"head_groups": 2})
+            for now.step in range(3):
+                now.calls = 0
+                assert_same_grads(gradients_of_parts(parallel), want, FP32)
+            assert handle.report()["attention_recomputed"] > 0
 
-    @pytest.mark.parametrize("wrong", ["keys of another group", "last gradient"])
-    def test_what_is_wrong_is_noticed(self, wrong, monkeypatch):
-        """Gradients of keys are those of the last group that shares them, without the others."""
+    def test_what_is_wrong_is_noticed(self, monkeypatch):
+        """Keys of another group; gradients of keys that are those of the last group that shares them, without the others."""
+
+        def wrong_keys(right, group, tensor, dim):
+            return right(replace(group, number=1 - group.number) if tensor.shape[dim] == 4 else group, tensor, dim)
+
         shape = {"num_attention_heads": 8, "num_key_value_heads": 4}
         want = whole_gradients(build("llama", **shape))
-        if wrong == "last gradient":
-            monkeypatch.setattr(attention, "add_to", dict.__setitem__)
-        else:
-            part = HeadGroup._part
-
-            def wrong_keys(self, tensor, dim):
-                other = replace(self, number=1 - self.number) if tensor.shape[dim] == 4 else self
-                return part(other, tensor, dim)
-
-            monkeypatch.setattr(HeadGroup, "_part", wrong_keys)
-        found, _, _ = gradients_in_groups("llama", 2, 4 if wrong == "last gradient" else 2, **shape)
-        with pytest.raises(AssertionError):
-            assert_same_grads(found, want, FP32)
+        for fault, groups in (
+            ((HeadGroup, "_part", wrong_keys), 2),
+            ((attention, "add_to", lambda _, *a: dict.__setitem__(*a)), 4),
+        ):
+            with monkeypatch.context() as patch:
+                put_in(patch, *fault)
+                found, _, _ = gradients_in_groups("llama", 2, groups, **shape)
+            with pytest.raises(AssertionError):
+                assert_same_grads(found, want, FP32)
 
     def test_groups_that_do_not_divide_a_ranks_heads_are_named(self):
         want = whole_gradients(build("llama"))

@@ -29,6 +29,7 @@ from ds_memo.solve.refusals import NothingFits
 from ds_memo.solve.solver import Solution, judged
 from ds_memo.swap import pinned_segments
 from tests.distributed_harness.common import ON_CPU, DistributedTest
+from tests.inside import inside
 from tests.models import HIDDEN, LAYERS, VOCAB, Batch, Block, Toy, assert_same, build, step
 from tests.placements import sets
 
@@ -64,14 +65,14 @@ def train(engine: Any, lengths: list[int], first: int = 0, rows: int = 2) -> lis
 def passes_without_recompute(engine: Any, what: Callable[[Solution], Any] = lambda solution: solution.no_recompute) -> list[Any]:
     """Has, from here on, whether each pass does without checkpointing, or what else its solution tells."""
     passes = []
-    solve = engine.memo._session.tuner.solve
+    solve = inside(engine.memo).tuner.solve
 
     def spy(*args: Any) -> Any:
         solved = solve(*args)
         passes.append(what(solved.solution))
         return solved
 
-    engine.memo._session.tuner.solve = spy
+    inside(engine.memo).tuner.solve = spy
     return passes
 
 
@@ -176,26 +177,20 @@ class TestUnevenRanks(DistributedTest):
             train(engine, [LONG if rank else SHORT])
         assert train(engine, [SHORT, SHORT])
 
-    @pytest.mark.parametrize("block", [Exchanging, Gathering])
-    def test_experts_and_weights_on_other_ranks(self, block: type[Block]) -> None:
+    def test_experts_and_weights_on_other_ranks(self) -> None:
         """A replay trades tokens, or gathers weights: each rank in it, or none."""
-        torch.manual_seed(0)
-        model = Toy(block)
-        stock = copy.deepcopy(model)
-        handle = ds_memo.attach(model, {"device_memory_gib": ONLY_SHORT, "plan": {"enabled": False}})
-        for ours, theirs in ((SHORT, LONG), (LONG, SHORT), (SHORT, SHORT), (SHORT, LONG)):
-            batch = Batch.random(2, theirs if dist.get_rank() else ours)
-            assert_same(step(model, batch), step(stock, batch))
-            assert handle.report()["checkpointing"] is not (ours == theirs == SHORT)
+        for block in (Exchanging, Gathering):
+            torch.manual_seed(0)
+            model = Toy(block)
+            stock = copy.deepcopy(model)
+            handle = ds_memo.attach(model, {"device_memory_gib": ONLY_SHORT, "plan": {"enabled": False}})
+            for ours, theirs in ((SHORT, LONG), (LONG, SHORT), (SHORT, SHORT), (SHORT, LONG)):
+                batch = Batch.random(2, theirs if dist.get_rank() else ours)
+                assert_same(step(model, batch), step(stock, batch))
+                assert handle.report()["checkpointing"] is not (ours == theirs == SHORT), block
+            handle.detach()
 
-    @pytest.mark.parametrize(
-        "behind, first",
-        [(False, (1, 1)), (False, (1, 0)), (True, (1, 0)), (True, (0, 0))],
-        ids=["before, on all ranks", "before, on one rank", "behind, on one rank", "behind, on none"],
-    )
-    def test_experts_and_a_tower_that_one_rank_calls(
-        self, behind: bool, first: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_experts_and_a_tower_that_one_rank_calls(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """It solves for other layers than the other rank, which may have as many without recompute, and not the same. A tower
         that not all ranks call in the first pass is recomputed. All ranks probe up to the same layer."""
 
@@ -203,15 +198,16 @@ class TestUnevenRanks(DistributedTest):
             return judged(run, 1.0, place(len(run.layers), 0, 3 * may_skip_recompute), "as the test wants it")
 
         monkeypatch.setattr(headroom, "solve", decided)
-        torch.manual_seed(0)
-        model = Towered(behind)
-        stock = copy.deepcopy(model)
-        handle = ds_memo.attach(model, {"plan": {"enabled": False}}, layers=model.layers)
-        for images in (first, (0, 0), (1, 1), (1, 0), (0, 1), (1, 0)):
-            more = {"image": torch.ones(1, 64, 2)} if images[dist.get_rank()] else {}
-            batch = Batch.random(2, 64, seed=1 + dist.get_rank())
-            assert_same(step(model, batch, **more), step(stock, batch, **more))
-        handle.detach()
+        for behind, first in ((False, (1, 1)), (False, (1, 0)), (True, (1, 0)), (True, (0, 0))):
+            torch.manual_seed(0)
+            model = Towered(behind)
+            stock = copy.deepcopy(model)
+            handle = ds_memo.attach(model, {"plan": {"enabled": False}}, layers=model.layers)
+            for images in (first, (0, 0), (1, 1), (1, 0), (0, 1), (1, 0)):
+                more = {"image": torch.ones(1, 64, 2)} if images[dist.get_rank()] else {}
+                batch = Batch.random(2, 64, seed=1 + dist.get_rank())
+                assert_same(step(model, batch, **more), step(stock, batch, **more))
+            handle.detach()
 
     def test_stalls_are_looked_at_together(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """After as many optimizer steps on every rank, however many kinds of passes each has seen."""
@@ -286,7 +282,7 @@ class TestRefusedMemory(DistributedTest):
             return mapped(nbytes)
 
         engine = start(2, **memo)
-        pool = engine.memo._session.slab.pool
+        pool = inside(engine.memo).slab.pool
         if dist.get_rank():
             monkeypatch.setattr(pinned_segments, "map_pages", refuse)
         assert train(engine, lengths) == pytest.approx(want, rel=1e-5)

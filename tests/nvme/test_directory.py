@@ -100,13 +100,6 @@ def test_the_nearest_mount_counts_and_its_number_more(tmp_path):
     assert open_directory(str(tmp_path / "a/b"), pytest.fail, by_number).kind == "xfs"
 
 
-def test_a_mount_table_that_is_no_text(tmp_path):
-    root = mounted(tmp_path / "root", ("/", number_of(tmp_path), "ext4"))
-    table = root / "proc/self/mountinfo"
-    table.write_bytes(b"20 1 1:1 / /mnt/\xff\xfe rw - tmpfs x rw\n" + table.read_bytes())
-    assert open_directory(str(tmp_path), pytest.fail, root).kind == "ext4"
-
-
 # ---- near
 
 
@@ -208,15 +201,6 @@ def test_a_full_disk_is_an_error_with_numbers(number, here, monkeypatch):
     assert os.fstat(handle).st_size == 4 * PAGE
     assert os.fstat(handle).st_blocks * 512 <= 8 * PAGE, "its own and the file system's list of them"
     os.close(handle)
-
-
-def test_more_than_the_disk_has_is_refused_by_the_system_itself(here):
-    handle, free = private_file(here), here.free
-    with pytest.raises(MemoError, match="has no room"):
-        grow(handle, here, 0, (here.free + (1 << 40)) // PAGE * PAGE)
-    assert os.fstat(handle).st_size == os.fstat(handle).st_blocks == 0
-    os.close(handle)
-    assert here.free > free / 2
 
 
 def test_a_file_system_that_allocates_nothing_is_not_called_full(here, monkeypatch):

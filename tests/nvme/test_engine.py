@@ -168,15 +168,6 @@ def test_blocks_are_read_ahead_as_far_as_the_host_has_room(make):
     assert rig.states(frames)[:3] == ["in_file"] * 3
 
 
-def test_without_a_placement_in_files_nothing_is_written_before_the_host_is_full(make):
-    rig = make(4, nvme=False)
-    frames = pages(rig, 4)
-    assert rig.files.meters[True].nbytes == 0 and rig.states(frames) == ["in_host"] * 4
-    frames += pages(rig, 4)
-    assert rig.slab.used <= rig.slab.budget.nbytes
-    assert goes_through(rig, frames)
-
-
 def test_blocks_that_were_read_ahead_give_way(make):
     """After a part of a backward the host is full of them; the next forward needs it."""
     rig = make(8)

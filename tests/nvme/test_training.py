@@ -13,6 +13,7 @@ from ds_memo.nvme import direct_files
 from ds_memo.runtime.attach import attach
 from ds_memo.swap.streams import ThreadStreams
 from tests.everyday import everyday
+from tests.inside import inside
 from tests.models import Batch, build
 from tests.nvme.rig import FILES_GIB, FRAMES, Watched, attached_with_files, host_of, late_files
 from tests.swap.delayed import DelayedStreams
@@ -100,7 +101,7 @@ def test_a_model_that_is_dropped_in_the_middle_leaves_its_host_to_others(tmp_pat
             other.zero_grad()
             model = model_of("llama")
             with late_files(turn, delays_s=(5e-3,)):
-                assert attach(model, section)._session.slab.pool is memo.slab.pool
+                assert inside(attach(model, section)).slab.pool is memo.slab.pool
                 loss = loss_of(model, BATCHES[0])
                 torch.autograd.grad(loss, [next(model.model.layers[-1].parameters())], retain_graph=True)
                 del loss, model

@@ -10,24 +10,27 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 import ds_memo
+from ds_memo.remat.op_policy import ATTENTION
 from ds_memo.remat.recipe import Gemm, Recipe
 from tests.models import HIDDEN, VOCAB
 from tests.remat.situations import BATCH
 
-PRODUCTS = [getattr(torch.ops.aten, name) for name in ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm")]
+PRODUCTS = {getattr(torch.ops.aten, name): name for name in ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm")}
+PRODUCTS[torch.ops.aten.addmm_] = "addmm"
 
 
 class Flops(TorchDispatchMode):
-    """Count the FLOPs of all products, by torch's formulas."""
+    """Count attention calls, and the FLOPs of all products by torch's formulas. Modes inside this one supply the others."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.total = 0
+        self.total = self.attention = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if getattr(func, "overloadpacket", None) in PRODUCTS:
-            self.total += flop_registry[func.overloadpacket](*args, **(kwargs or {}), out_val=out)
+        self.attention += func in ATTENTION
+        if name := PRODUCTS.get(getattr(func, "overloadpacket", None)):
+            self.total += flop_registry[getattr(torch.ops.aten, name)](*args, **(kwargs or {}), out_val=out)
         return out
 
 

@@ -10,12 +10,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import ds_memo
 from tests.models import HIDDEN, LAYERS, Batch, Block, Outcome, Toy, assert_same, compare_with_stock, every_config, step
+from tests.remat.products import Flops
 from tests.remat.situations import BATCH, Lines, drive, toy
+from tests.tiles.rig import assert_step
 
 pytestmark = pytest.mark.filterwarnings("ignore::ds_memo.errors.MemoWarning")
 
@@ -116,12 +117,15 @@ class CallsCheckpoint(Toy):
         return x
 
 
-@pytest.mark.parametrize("how", ["module", "methods", "function"])
+@pytest.mark.parametrize("how", ["module", "methods", "function", "module in tiles"])
 def test_checkpoint_called_by_the_model(how: str) -> None:
     torch.manual_seed(0)
-    config = {"alpha": 0.5, "resident_layers": 1}
-    report = compare_with_stock(CallsCheckpoint(), lambda model, number: step(model, BATCH, how=how), config, steps=5, layers=())
-    assert report["bytes_to_host"] > 0
+    model, config, (how, *in_tiles) = CallsCheckpoint(), {"alpha": 0.5, "resident_layers": 1}, how.split()
+    if in_tiles:
+        config |= {"tile_tokens": 16, "plan": {"enabled": False}}
+    same = assert_step if in_tiles else assert_same
+    report = compare_with_stock(model, lambda model, _: step(model, BATCH, how=how), config, steps=5, layers=(), same=same)
+    assert report["bytes_to_host"] > 0 and (not in_tiles or report["tiles"]["layers"] == [0, 1, 2, 3])
 
 
 @every_config
@@ -173,13 +177,6 @@ def test_checkpoint_around_attention_inside_a_layer(config: dict, reentrant: boo
             x = x + torch_checkpoint(self.attend, x, use_reentrant=reentrant)
             return x + self.feed(x)
 
-    class Attention(TorchDispatchMode):
-        calls = 0
-
-        def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-            Attention.calls += "_attention" in func.name() and "backward" not in func.name()
-            return func(*args, **(kwargs or {}))
-
     model = toy(Checkpoints)
     report = compare_with_stock(model, drive, config, steps=2)
     assert report["attention_recomputed"] == 2 * LAYERS
@@ -189,10 +186,9 @@ def test_checkpoint_around_attention_inside_a_layer(config: dict, reentrant: boo
     assert "50% of its GEMM FLOPs, 1 attention calls" in report["warnings"][0]
     handle = ds_memo.attach(model, config)
     loss = model(BATCH.embeds.clone().requires_grad_(), BATCH.labels).loss
-    with Attention():
+    with Flops() as ran:
         loss.backward()
-    assert Attention.calls == LAYERS == handle.report()["attention_recomputed"]
-    handle.detach()
+    assert ran.attention == LAYERS == handle.report()["attention_recomputed"]
 
 
 def test_two_models_that_call_checkpoint() -> None:
@@ -205,8 +201,6 @@ def test_two_models_that_call_checkpoint() -> None:
     assert all(handle.report()["frames"] == LAYERS for handle in handles)
     with pytest.raises(ds_memo.MemoError, match="2 models attached and none of them in forward"):
         ds_memo.checkpoint(lambda x: models[0].blocks[0](x), BATCH.embeds)
-    for handle in handles:
-        handle.detach()
 
 
 def test_a_model_that_calls_checkpoint_without_memo() -> None:
@@ -222,7 +216,6 @@ def test_a_model_that_calls_checkpoint_without_memo() -> None:
         assert_same(step(other, BATCH), step(stocks[1], BATCH))
     assert handle.report()["layers"] == handle.report()["frames"] == 0
     assert_same(step(model, BATCH), step(stocks[0], BATCH))
-    handle.detach()
 
 
 def test_a_layer_that_checkpoints_a_module_of_no_model() -> None:
@@ -240,9 +233,8 @@ def test_a_layer_that_checkpoints_a_module_of_no_model() -> None:
 
     model, stock = Toy(Calls), Toy(Stock)
     stock.load_state_dict(model.state_dict())
-    handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 1})
+    ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 1})
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="ds_memo.checkpoint was called outside")
         for _ in range(2):
             assert_same(step(model, BATCH), step(stock, BATCH))
-    handle.detach()

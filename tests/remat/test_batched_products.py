@@ -12,6 +12,7 @@ from torch import nn
 import ds_memo
 from ds_memo.remat import op_policy
 from ds_memo.remat.recipe import Gemm
+from tests.faults import put_in
 from tests.inside import recipe_of
 from tests.models import HIDDEN, Batch, Block, Different, _decoder, compare_with_stock, step
 from tests.remat.products import compare_counts, predicted_share
@@ -98,7 +99,6 @@ def test_the_rows_are_those_of_all_experts() -> None:
     assert wide.kept.stored_bytes == wide.rows * 2 * HIDDEN * 4
     assert (square.func, square.rows) == (aten.baddbmm.default, 3 * tokens // 2)
     assert handle.report()["gemm_flops_recomputed_fraction"] == pytest.approx(predicted_share(recipe))
-    handle.detach()
 
 
 @pytest.mark.filterwarnings("ignore::ds_memo.errors.MemoWarning")
@@ -110,19 +110,17 @@ def test_attention_by_products_is_not_kept() -> None:
     report, recipe = handle.report(), recipe_of(handle)
     assert not any(op.kept for op in recipe.ops if op.func in op_policy.BATCHED)
     assert report["gemm_flops_recomputed_fraction"] == 0 and report["attention_recomputed"] == len(model.blocks)
-    handle.detach()
 
 
 def test_an_expert_left_out_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control: the rest of the expert at the border is not computed."""
-    compute = op_policy._compute_batched_rows
 
-    def whole_ones_only(func, args, kwargs, first, out) -> None:
+    def whole_ones_only(compute, func, args, kwargs, first, out) -> None:
         rows = args[-2].shape[1]
         if (first := -(-first // rows) * rows) < out.shape[0]:
             compute(func, args, kwargs, first, out)
 
-    monkeypatch.setattr(op_policy, "_compute_batched_rows", whole_ones_only)
+    put_in(monkeypatch, op_policy, "_compute_batched_rows", whole_ones_only)
     with pytest.raises(Different):
         compare_with_stock(toy(Experts), drive, {"alpha": 0.5, "resident_layers": 0})
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -16,6 +17,7 @@ from ds_memo.remat.recipe import Observed
 from ds_memo.remat.replay import Replay
 from tests.attention_kernels import cuda_kernels, packed_by
 from tests.everyday import everyday
+from tests.faults import put_in
 from tests.models import (
     CONFIGS,
     HEADS,
@@ -31,6 +33,8 @@ from tests.models import (
     step,
 )
 from tests.remat.situations import toy
+from tests.tiles import rig as tiled
+from tests.tiles.test_random_numbers import slope
 
 BATCH = Batch.random(2, 45)
 """Neither a multiple of 16 nor of 32: masks and log-sum-exps are padded."""
@@ -151,17 +155,16 @@ def test_gradients(name: str, kernel: str, setting: int) -> None:
 def test_a_wrong_output_would_show(kernel: str, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The replay supplies one output of the kernel wrong. What pads a log-sum-exp is never read."""
     position = {"output": 0, "seed": 2 if kernel == "efficient" else 6}.get(what, 1)
-    supplied = Replay._supplied
 
-    def wrong(self: Replay, index: int, op: Any) -> tuple[Any, ...]:
-        outputs = [*supplied(self, index, op)]
+    def wrong(supplied: Any, *args: Any) -> tuple[Any, ...]:
+        outputs = [*supplied(*args)]
         value = outputs[position]
         outputs[position] = value + 1 if value.dtype.is_floating_point else (value.to(torch.int64) + 1).to(value.dtype)
         if what == "log-sum-exp's padding":
             outputs[position] = torch.cat([value[..., :45], value[..., 45:] + 1], -1)
         return tuple(outputs)
 
-    monkeypatch.setattr(Replay, "_supplied", wrong)
+    put_in(monkeypatch, Replay, "_supplied", wrong)
     with cuda_kernels(kernel), nullcontext() if what.endswith("padding") else pytest.raises(Different):
         compare_with_stock(CASES["dropout"][1](), drive, SETTINGS[0])
 
@@ -184,3 +187,37 @@ def test_attention_that_is_not_kept_would_show(kernel: str, monkeypatch: pytest.
         report = compare_with_stock(CASES["causal"][1](), drive, SETTINGS[0])
         assert sum(not op.endswith("_backward") for op in ran) == 3 * 3 * LAYERS
         assert report["attention_recomputed"] == 3 * LAYERS
+
+
+# ---- in tiles
+
+BUILDS: dict[str, Callable[[], nn.Module]] = {
+    "causal": tiled.toy,
+    "grouped": functools.partial(tiled.toy, functools.partial(Grouped, dropout=0.0)),
+    "llama": functools.partial(tiled.small, "llama"),
+    "mistral": functools.partial(tiled.small, "mistral"),
+}
+BY = [pair for pair in itertools.product(BUILDS, ALL) if pair != ("mistral", "flash")]  # its window is a mask
+IN_TILES = [(*pair, alpha, groups) for pair in BY for alpha in (0.0, 0.5, 1.0) for groups in (1, 2)]
+
+
+@pytest.mark.parametrize("name, kernel, alpha, groups", everyday(IN_TILES, [("grouped", "flash", 0.5, 2)], slow=IN_TILES[::13]))
+def test_gradients_in_tiles(name: str, kernel: str, alpha: float, groups: int) -> None:
+    """The efficient kernel runs for all heads at once, and a warning says so."""
+    with cuda_kernels(kernel) as ran:
+        report = tiled.compare(BUILDS[name](), drive, alpha=alpha, groups=groups, quiet=kernel == "efficient")
+        tiled.assert_was_tiled(report)
+        backwards, per_layer = sum(op.endswith("_backward") for op in ran), 1 + (1 if kernel == "efficient" else groups)
+        assert backwards == 2 * tiled.LAYERS * per_layer, "stock's and ours, in two steps"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", ALL)
+@pytest.mark.parametrize("groups, alpha", [(1, 1.0), (2, 0.0)])
+def test_dropout_of_attention_is_the_forwards(kernel: str, groups: int, alpha: float) -> None:
+    """Gradients are the slope of the very function that the forward computed. Kernels drop by the number of the head."""
+    model = tiled.toy(lambda: Block(attention_dropout=0.2)).double()
+    with cuda_kernels(kernel), tiled.attached(model, quiet=True, alpha=alpha, groups=groups) as handle:
+        by_gradients, by_values = slope(model, BATCH, seed=1)
+        assert by_gradients == pytest.approx(by_values, rel=1e-5)
+        assert tiled.tiled_layers(handle) == [0, 1]

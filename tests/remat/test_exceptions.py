@@ -2,133 +2,123 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import nn
 
 import ds_memo
-from tests.models import (
-    LAYERS,
-    Batch,
-    Block,
-    Outcome,
-    assert_same,
-    compare_with_stock,
-    every_config,
-    gradients,
-    poisoned_memory,
-    step,
-)
-from tests.remat.situations import BATCH, assert_nothing_leaked, toy
+from tests.everyday import everyday
+from tests.models import LAYERS, Batch, Block, Outcome, gradients, poisoned_memory, step
+from tests.remat.situations import BATCH, WAYS, assert_in_way, assert_nothing_leaked, compare, every_way, toy
+from tests.tiles.rig import assert_was_tiled
 
 pytestmark = pytest.mark.filterwarnings("ignore::ds_memo.errors.MemoWarning")
 
 
-class Stumbles(Block):
-    """Raises in its forward or, through an autograd function, in its backward, as `where` says."""
-
-    where: str | None = None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = super().forward(x)
-        if type(self).where == "forward" and self.weak:
-            raise ZeroDivisionError("in the middle of forward")
-        return Trips.apply(x, self.weak)
-
-    weak = False
-
-
 class Trips(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weak: bool) -> torch.Tensor:
-        ctx.weak = weak
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple:
-        if Stumbles.where == "backward" and ctx.weak:
-            raise ZeroDivisionError("in the middle of backward")
-        return grad, None
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        Stumbles.pass_here("backward")
+        return gradient
 
 
-@every_config
-@pytest.mark.parametrize("first", [True, False], ids=["first-step", "later-step"])
-@pytest.mark.parametrize("where", ["forward", "backward", "replay", "head"])
-def test_an_exception_and_a_clean_next_step(
-    config: dict, where: str, first: bool, frames: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = toy(Stumbles)
-    model.blocks[1].weak = True
-    stock = copy.deepcopy(model)
-    handle = ds_memo.attach(model, config)
+class Stumbles(Block):
+    """Raises where and when it is told to: at the n-th time that a run passes there."""
+
+    where: str | None = None
+    left = 0
+
+    @staticmethod
+    def pass_here(where: str) -> None:
+        if Stumbles.where == where:
+            Stumbles.left -= 1
+            if Stumbles.left < 0:
+                raise ZeroDivisionError(f"in the middle of {where}")
+
+    def attend(self, x: torch.Tensor) -> torch.Tensor:
+        Stumbles.pass_here("head")
+        return super().attend(Trips.apply(x))
+
+    def feed(self, x: torch.Tensor) -> torch.Tensor:
+        Stumbles.pass_here("tail")
+        return super().feed(Trips.apply(x))
+
+
+@contextmanager
+def stumbling(where: str, passes: int) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(Stumbles, "where", where)
+        patch.setattr(Stumbles, "left", passes)
+        yield
+
+
+PLACES = {
+    "tiles": [("head", 1), ("head", 3), ("head", 7), ("head", 9), ("tail", 2), ("tail", 5), ("backward", 0), ("backward", 9)],
+    "mixed": [("head", 1), ("tail", 2), ("tail", 3), ("backward", 0), ("backward", 3), ("loss", 0)],
+}
+"""Two layers in tiles pass 16 heads and 8 tails in a forward, as many again in a backward; the first step analyses besides. Whole
+layers pass each once, and once more in a replay."""
+CASES = [(way, *place, first) for way, places in PLACES.items() for place, first in itertools.product(places, (True, False))]
+
+
+@pytest.mark.parametrize("way, where, passes, first", everyday(CASES, [*CASES[0:16:8], *CASES[5:16:8], *CASES[16:]]))
+def test_an_exception_and_a_clean_next_step(way: str, where: str, passes: int, first: bool, frames: Any) -> None:
+    stock, model = toy(Stumbles, layers=2), toy(Stumbles, layers=2)
+    model.head.register_forward_pre_hook(lambda *_: Stumbles.pass_here("loss"))
+    handle = ds_memo.attach(model, WAYS[way])
     if not first:
         step(model, BATCH)
-    with monkeypatch.context() as patch:
-        if where == "replay":  # the layer's second run, not its first
-            runs = itertools.count()
-            gelu = F.gelu
-
-            def breaks(x: torch.Tensor) -> torch.Tensor:
-                if next(runs) == LAYERS + 1:
-                    raise ZeroDivisionError("in the middle of a replay")
-                return gelu(x)
-
-            patch.setattr(F, "gelu", breaks)
-        elif where == "head":
-            patch.setattr(model.head, "forward", lambda x: x / 0 if 1 // 0 else x)
-        else:
-            patch.setattr(Stumbles, "where", where)
-        with pytest.raises(ZeroDivisionError):
-            step(model, BATCH)
+    with stumbling(where, passes):
+        step(model, BATCH)
     gradients(model)
     assert_nothing_leaked(handle, frames)
     for _ in range(2):
         with poisoned_memory():
-            assert_same(step(model, BATCH), step(stock, BATCH))
+            assert_in_way(way, step(model, BATCH), step(stock, BATCH))
     assert_nothing_leaked(handle, frames)
-    handle.detach()
+    if way == "tiles" and not first:
+        assert_was_tiled(handle.report())
 
 
-@every_config
-def test_another_try_while_the_exception_is_held(config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+@every_way("compiled", "tiles")
+def test_another_try_while_the_exception_is_held(way: str) -> None:
     """Code that runs out of memory may go on with a smaller batch inside its except block."""
-    model = toy(Stumbles)
-    model.blocks[1].weak = True
-    stock = copy.deepcopy(model)
-    handle = ds_memo.attach(model, config)
+    model, stock = toy(Stumbles), toy(Stumbles)
+    handle = ds_memo.attach(model, WAYS[way])
     for _ in range(2):
         frames = handle.report()["frames"]
+        Stumbles.where, Stumbles.left = "head", 1
         try:
-            with monkeypatch.context() as patch:
-                patch.setattr(Stumbles, "where", "forward")
-                step(model, BATCH)
+            step(model, BATCH)
         except ZeroDivisionError as error:
+            Stumbles.where = None
             with poisoned_memory():
-                assert_same(step(model, Batch.random(1, 17)), step(stock, Batch.random(1, 17)))
+                assert_in_way(way, step(model, Batch.random(1, 17)), step(stock, Batch.random(1, 17)))
             assert handle.report()["frames"] == frames + 2 + LAYERS
             assert error.__traceback__ is not None
+        else:
+            pytest.fail("nothing was raised")
         gradients(model)
-    handle.detach()
 
 
-@every_config
-def test_backward_again_after_one_that_failed(config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    def twice(model: nn.Module, number: int) -> Outcome:
-        model.blocks[1].weak = True
+@every_way("compiled")
+def test_backward_again_after_one_that_failed(way: str) -> None:
+    def twice(model: torch.nn.Module, number: int) -> Outcome:
         x = BATCH.embeds.clone().requires_grad_()
         loss = model(x, BATCH.labels).loss
-        with monkeypatch.context() as patch:
-            patch.setattr(Stumbles, "where", "backward")
-            with pytest.raises(ZeroDivisionError):
-                loss.backward(retain_graph=True)
+        with stumbling("backward", 1):
+            loss.backward(retain_graph=True)
         gradients(model)
         x.grad = None
         loss.backward()
         return Outcome(loss.detach(), {**gradients(model), "x": x.grad})
 
-    compare_with_stock(toy(Stumbles), twice, config)
+    compare(toy(Stumbles), twice, way)

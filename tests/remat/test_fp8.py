@@ -148,23 +148,3 @@ def test_scales_of_blocks_along_a_row(strides: tuple[int, int]) -> None:
     assert op_policy._splits(scale, 34)
     assert not op_policy._splits(scale[:1], 34)
     assert not op_policy._splits(scale.to(torch.float8_e8m0fnu), 34)
-
-
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
-def test_torchao(recipe: str) -> None:
-    """torchao's operands are tensors around tensors; the products inside are seen."""
-    float8 = pytest.importorskip("torchao.float8")
-    model = toy().to(torch.bfloat16)
-    float8.convert_to_float8_training(model.blocks, config=float8.Float8LinearConfig.from_recipe_name(recipe))
-    batch = Batch.random(2, 16, torch.bfloat16)
-    want = step(model, batch)
-    handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 1})
-    for _ in range(2):
-        got = step(model, batch)
-    report, layer = handle.report(), recipe_of(handle)
-    handle.detach()
-    assert [name for name, grad in want.grads.items() if not torch.equal(got.grads[name], grad)] == []
-    gemms = [op for op in layer.ops if isinstance(op, Gemm)]
-    assert len(gemms) == 4 and {op.func for op in gemms} == {aten._scaled_mm.default}
-    assert report["gemm_flops_recomputed_fraction"] == pytest.approx(3 / 4 * predicted_share(layer))
-    assert predicted_share(layer) == 0.75 * 0.5

@@ -18,8 +18,9 @@ import ds_memo
 from ds_memo.profile.layer_call import LayerCall
 from ds_memo.remat import modes
 from ds_memo.remat.checkpoint import Layer
+from tests.faults import put_in
 from tests.inside import inside, recipe_of
-from tests.models import BF16, HEADS, HIDDEN, LAYERS, Batch, Block, Toy, assert_same, compare_with_stock, every_config, step
+from tests.models import HEADS, HIDDEN, LAYERS, Batch, Block, Toy, assert_same, compare_with_stock, every_config, step
 from tests.remat import situations
 from tests.remat.situations import BATCH, drive
 
@@ -122,8 +123,7 @@ def test_a_wrong_saved_tensor_would_show(monkeypatch: pytest.MonkeyPatch) -> Non
     """The negative control of the gradients: the replay gives autograd the arguments in another order."""
     from ds_memo.remat.functions import FunctionCall
 
-    rebuild_saved = FunctionCall.rebuild_saved
-    monkeypatch.setattr(FunctionCall, "rebuild_saved", lambda self, given, made: reversed([*rebuild_saved(self, given, made)]))
+    put_in(monkeypatch, FunctionCall, "rebuild_saved", lambda right, *args: reversed([*right(*args)]))
     with pytest.raises((AssertionError, RuntimeError)):
         compare_with_stock(toy(), drive, {"alpha": 0.5, "resident_layers": 0})
 
@@ -135,14 +135,6 @@ def test_it_draws_random_numbers() -> None:
 
     report = compare_with_stock(toy(Dropping), drive, {"alpha": 0.5, "resident_layers": 1})
     assert report["attention_recomputed"] == 0
-
-
-def test_under_autocast() -> None:
-    def autocast(model: nn.Module, number: int) -> Any:
-        with torch.autocast("cpu", torch.bfloat16):
-            return step(model, BATCH)
-
-    compare_with_stock(toy(), autocast, {"alpha": 0.5, "resident_layers": 1}, tolerance=BF16)
 
 
 @every_config
@@ -210,10 +202,9 @@ def test_a_replay_that_does_something_else_is_an_error() -> None:
             return self.back(self.attention(q, k, v if Unsteady.calls <= LAYERS else v.contiguous()).out)
 
     model = toy(Unsteady)
-    handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 0})
+    ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 0})
     with pytest.raises(ds_memo.MemoError, match="op 1, attend_below, was called with tensors of other shapes"):
         step(model, BATCH)
-    handle.detach()
 
 
 def test_under_a_checkpoint_inside_the_layer() -> None:
@@ -231,28 +222,6 @@ def test_under_a_checkpoint_inside_the_layer() -> None:
 def test_full_recompute() -> None:
     times, report = runs(toy(), {"ablation": "full_recompute"})
     assert times == 2 and report["attention_recomputed"] == 4 * LAYERS
-
-
-def test_it_raises() -> None:
-    class Failing(Attending):
-        fails = False
-
-        def attend(self, x: torch.Tensor) -> torch.Tensor:
-            q, k, v = self.heads(x)
-            return self.back(self.attention(q, k[..., :3] if Failing.fails else k, v).out)
-
-    model, stock = toy(Failing), toy(Failing)
-    handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 0})
-    for fails in (True, False, True, False):
-        Failing.fails = fails
-        if fails:
-            with pytest.raises((RuntimeError, ValueError, IndexError)):
-                step(model, BATCH)
-            assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack()
-            model.zero_grad()
-        else:
-            assert_same(step(model, BATCH), step(stock, BATCH))
-    handle.detach()
 
 
 # ---- what cannot be kept
@@ -290,10 +259,7 @@ class ScaledByArgument(Scaled):
 
 @pytest.mark.parametrize(
     "block, why",
-    [
-        (Changing, "changes an argument in place"),
-        (Scaled, "its backward needs a parameter that is not among its arguments"),
-    ],
+    [(Changing, "changes an argument in place"), (Scaled, "its backward needs a parameter that is not among its arguments")],
 )
 def test_what_is_refused(block: type[Block], why: str) -> None:
     """After the error the model still trains without memo."""
@@ -405,7 +371,6 @@ def test_the_profile_knows_it_as_attention() -> None:
     assert sample.attention_s > 0 and sample.attention_backward_s > 0
     assert sample.attention_flops == 2 * 2 * HIDDEN * 64 * 64
     assert "attention" in {output.role for output in sample.outputs}
-    handle.detach()
 
 
 def test_a_block_mask_is_cut_with_its_call() -> None:

@@ -10,12 +10,26 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from deepspeed.runtime.zero.linear import zero3_linear_wrap
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import ds_memo
-from tests.inside import gemms_of
-from tests.models import HIDDEN, Batch, Different, Outcome, Toy, compare_with_stock, every_config, gradients, step
+from tests.inside import gemms_of, inside
+from tests.models import (
+    HIDDEN,
+    Batch,
+    Block,
+    Different,
+    Outcome,
+    Toy,
+    assert_same,
+    compare_with_stock,
+    every_config,
+    gradients,
+    step,
+)
 from tests.remat.situations import BATCH, Lines, drive, toy
 
 pytestmark = pytest.mark.filterwarnings("ignore::ds_memo.errors.MemoWarning")
@@ -176,27 +190,14 @@ class EndsInTorchScript(Lines):
         return dropped_and_added(self.b(F.gelu(self.a(x))), x, 0.1)
 
 
+LAYERS = [
+    ChangesProducts, ChangesItsOutput, LooksAtValues, LooksWithoutSaving, ChangesChoice, Strided, NestedCheckpoint,
+    NestedReentrantCheckpoint, NestedMemoCheckpoint, Sparse, Graph, TakesAnIndex, Branches, SharesAProduct, EndsInTorchScript,
+]  # fmt: skip
+
+
 @every_config
-@pytest.mark.parametrize(
-    "block",
-    [
-        ChangesProducts,
-        ChangesItsOutput,
-        LooksAtValues,
-        LooksWithoutSaving,
-        ChangesChoice,
-        Strided,
-        NestedCheckpoint,
-        NestedReentrantCheckpoint,
-        NestedMemoCheckpoint,
-        Sparse,
-        Graph,
-        TakesAnIndex,
-        Branches,
-        SharesAProduct,
-        EndsInTorchScript,
-    ],
-)
+@pytest.mark.parametrize("block", LAYERS)
 def test_layer(config: dict, block: type) -> None:
     compare_with_stock(toy(block), drive, config, steps=4)
 
@@ -216,10 +217,9 @@ def test_an_error_inside_torchscript_is_no_end_of_a_replay() -> None:
             added(y.detach(), y.detach()[:, : 3 if next(runs) else None])
             return y.exp()
 
-    handle = ds_memo.attach(model := Toy(FailsAgain, layers=1), {"alpha": 0.5, "resident_layers": 0})
+    ds_memo.attach(model := Toy(FailsAgain, layers=1), {"alpha": 0.5, "resident_layers": 0})
     with pytest.raises(RuntimeError, match="The following operation failed in the TorchScript interpreter"):
         step(model, Batch.random(2, 17))
-    handle.detach()
 
 
 @every_config
@@ -376,4 +376,140 @@ def test_what_chooses_is_kept_whole(block: type[Lines]) -> None:
     hidden, router, *_ = gemms_of(handle)
     if router.wanted:  # else nothing reads it, since the choice is supplied
         assert router.rows == router.shape[0] and hidden.rows == hidden.shape[0] // 2
+
+
+# ---- routers that mask expert groups in zeroed memory (DeepSeek-V3, GLM-4.5)
+
+
+EXPERTS, GROUPS = 8, 4
+
+
+class Grouped(Block):
+    """A block that chooses experts from two of four groups, like DeepSeek-V3; an expert is a scale."""
+
+    fills = "nothing"
+    """A second writer of the mask, which PyTorch does not show."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(HIDDEN, EXPERTS, bias=False)
+        self.scales = nn.Parameter(torch.linspace(0.5, 1.5, EXPERTS))
+
+    def feed(self, x: torch.Tensor) -> torch.Tensor:
+        scores = self.router(self.norm2(x).flatten(0, 1)).sigmoid()
+        groups = scores.view(-1, GROUPS, EXPERTS // GROUPS).sum(-1)
+        mask = torch.zeros_like(groups)
+        if self.fills == "an unseen kernel":
+            with _disable_current_modes(), torch.no_grad():
+                mask.add_(groups > groups.mean(), alpha=0.5)
+        mask.scatter_(1, groups.topk(2, dim=-1)[1], 1.0)
+        allowed = mask.unsqueeze(-1).expand(-1, GROUPS, EXPERTS // GROUPS).reshape(-1, EXPERTS)
+        chosen = scores.masked_fill(~allowed.bool(), 0.0).topk(2, dim=-1)[1]
+        weights = scores.gather(1, chosen) * self.scales[chosen]
+        return super().feed(x) * weights.sum(-1).view(*x.shape[:2], 1)
+
+
+class Filled(Grouped):
+    fills = "an unseen kernel"
+
+
+def rows(model: nn.Module, alpha: float) -> list[tuple[tuple[int, ...], int]]:
+    """Return shape and kept rows of each GEMM of the first layer that the replay needs."""
+    handle = ds_memo.attach(model, {"alpha": alpha, "resident_layers": 0})
+    step(model, BATCH)
+    found = [(op.shape, op.rows) for op in gemms_of(handle, -1) if op.wanted]
     handle.detach()
+    return found
+
+
+@every_config
+@pytest.mark.parametrize("block", [Grouped, Filled])
+def test_gradients_of_masked_groups(block: type[Grouped], config: dict[str, Any]) -> None:
+    assert compare_with_stock(toy(block), drive, config)["attention_recomputed"] == 0
+
+
+def test_only_the_router_is_kept_whole() -> None:
+    tokens = BATCH.embeds.shape[0] * BATCH.embeds.shape[1]
+    assert [kept for shape, kept in rows(toy(Grouped), 0.5) if shape[1] != EXPERTS] == [tokens // 2] * 4
+    assert [kept for shape, kept in rows(toy(Grouped), 0.5) if shape[1] == EXPERTS] == [tokens]
+
+
+def test_all_before_is_kept_whole_where_a_kernel_may_have_made_the_mask() -> None:
+    """It left other values than the op that made the memory, so it may have read anything."""
+    tokens = BATCH.embeds.shape[0] * BATCH.embeds.shape[1]
+    before, behind = [tokens] * 3, [tokens // 2] * 2  # qkv, o, router; up, down
+    assert [kept for _, kept in rows(toy(Filled), 0.5)] == before + behind
+
+
+def test_glm() -> None:
+    from transformers import AutoModelForCausalLM, Glm4MoeConfig
+
+    sizes = {"hidden_size": HIDDEN, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 96}
+    heads = {"num_key_value_heads": 2, "head_dim": 16, "first_k_dense_replace": 1, "pad_token_id": 0}
+    experts = {"n_routed_experts": EXPERTS, "n_group": GROUPS, "topk_group": 2, "num_experts_per_tok": 2}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(Glm4MoeConfig(**sizes, **heads, **experts, moe_intermediate_size=32)).train()
+    tokens = BATCH.embeds.shape[0] * BATCH.embeds.shape[1]
+    assert [kept for shape, kept in rows(model, 0.5)[:4] if shape[0] == tokens] == [tokens // 2] * 4
+    compare_with_stock(model, drive, {"alpha": 0.5, "resident_layers": 1})
+
+
+# ---- a bias added in place right after its product (DeepSpeed's linear under ZeRO-3)
+
+
+@pytest.mark.parametrize("alpha, residents", [(0.0, 0), (0.3, 0), (0.3, 2), (1.0, 4)])
+def test_same_gradients_and_no_copy_set_aside(alpha, residents, monkeypatch):
+    monkeypatch.setattr(F, "linear", zero3_linear_wrap)
+    model = toy()
+    expected = drive(model, 0)
+    handle = ds_memo.attach(model, {"alpha": alpha, "resident_layers": residents})
+    drive(model, 0)  # analysed
+    hits = []
+
+    def about_to_change(frame, tensor):
+        storage = tensor.untyped_storage().data_ptr()
+        hits.extend(source for source in frame.device.values() if source.untyped_storage().data_ptr() == storage)
+
+    monkeypatch.setattr(inside(handle).engine, "about_to_change", about_to_change)
+    assert_same(drive(model, 0), expected)
+    assert [gemm.biased for gemm in gemms_of(handle)] == [True] * 4
+    assert not hits  # no kept tensor was about to change, so none was set aside
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
+def test_a_bias_that_was_read_before_in_a_later_call(alpha):
+    """The ops and saved tensors are the same, but the recipe has the bias right after its product."""
+
+    class Reads(Lines):
+        def forward(self, x, early):
+            up = x.flatten(0, 1) @ self.a.weight.t()
+            if early:
+                double = up * 2
+                up.add_(self.a.bias)
+            else:
+                up.add_(self.a.bias)
+                double = up * 2
+            return x + self.b(F.gelu(double)).view_as(x)
+
+    def reads(model, number):
+        return step(model, BATCH, early=number in (1, 2, 4))
+
+    compare_with_stock(toy(Reads), reads, {"alpha": alpha, "resident_layers": 1}, steps=5)
+
+
+def test_a_bias_that_was_read_before_is_no_part_of_the_gemm():
+    """Another op read the product before the bias came: the two values differ, and both are needed."""
+
+    class Reads(Lines):
+        def forward(self, x):
+            up = x.flatten(0, 1) @ self.a.weight.t()
+            early = up.sigmoid()
+            with torch.no_grad():
+                up.add_(self.a.bias)
+            return x + self.b(up * early).view_as(x)
+
+    config = {"alpha": 0.5, "resident_layers": 1}
+    compare_with_stock(toy(Reads), drive, config)
+    handle = ds_memo.attach(model := toy(Reads), config)
+    drive(model, 0)
+    assert not any(gemm.biased for gemm in gemms_of(handle))

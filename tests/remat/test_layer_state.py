@@ -283,7 +283,7 @@ class Adapted(Block):
 @pytest.mark.parametrize("config", [SOME, {"alpha": 1.0, "resident_layers": 4}])
 def test_another_weight_is_refused(config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     model = toy(Adapted)
-    handle = ds_memo.attach(model, config)
+    ds_memo.attach(model, config)
     for _ in range(2):  # analysed, then by its recipe
         monkeypatch.setitem(SWITCH, "weight", "a")
         batch = Batch.random(2, 17)
@@ -291,7 +291,6 @@ def test_another_weight_is_refused(config: dict, monkeypatch: pytest.MonkeyPatch
         monkeypatch.setitem(SWITCH, "weight", "b")
         with pytest.raises(ds_memo.MemoError, match=re.escape("multiplied by a.weight, now by b.weight")):
             loss.backward()
-    handle.detach()
 
 
 def test_a_product_of_another_shape_is_refused() -> None:
@@ -300,7 +299,7 @@ def test_a_product_of_another_shape_is_refused() -> None:
             return super().feed(x[:, : SWITCH.get("tokens", x.shape[1])]).sum(1, keepdim=True)
 
     model = toy(Narrows)
-    handle = ds_memo.attach(model, SOME)
+    ds_memo.attach(model, SOME)
     batch = Batch.random(2, 17)
     loss = model(inputs_embeds=batch.embeds, labels=batch.labels).loss
     SWITCH["tokens"] = 5
@@ -309,7 +308,6 @@ def test_a_product_of_another_shape_is_refused() -> None:
             loss.backward()
     finally:
         del SWITCH["tokens"]
-    handle.detach()
 
 
 class WritesMuch(Block):
@@ -324,11 +322,10 @@ class WritesMuch(Block):
 
 def test_a_large_buffer_is_warned_of() -> None:
     model = toy(WritesMuch)
-    handle = ds_memo.attach(model, SOME)
+    ds_memo.attach(model, SOME)
     batch = Batch.random(2, 17)
     with pytest.warns(ds_memo.MemoWarning, match="it writes to its table, which is above 1 MiB"):
         model(inputs_embeds=batch.embeds, labels=batch.labels)
-    handle.detach()
 
 
 class DrawsUnseen(Block):
@@ -346,4 +343,3 @@ def test_what_cannot_be_replayed_is_warned_of() -> None:
     with pytest.warns(ds_memo.MemoWarning, match="its replay computes other values than its forward did"):
         loss.backward()
     assert sum("other values" in warning for warning in handle.report()["warnings"]) == 1
-    handle.detach()

@@ -66,7 +66,7 @@ def test_statistics_of_a_product_that_nothing_saved_needs(config: dict, block: t
     """They are right even if only later calls, which follow the recipe of the first, write them."""
     model = toy(block)
     reference = copy.deepcopy(model)
-    handle = ds_memo.attach(model, config)
+    ds_memo.attach(model, config)
     for number in range(4):
         batch = Batch.random(2, 17, seed=number)
         step(reference, batch, counts=number >= from_step)
@@ -74,7 +74,6 @@ def test_statistics_of_a_product_that_nothing_saved_needs(config: dict, block: t
             step(model, batch, counts=number >= from_step)
         for got, want in zip(states(model.blocks), states(reference.blocks), strict=True):
             torch.testing.assert_close(got, want)
-    handle.detach()
 
 
 def test_without_statistics_the_product_is_left_out() -> None:
@@ -84,7 +83,6 @@ def test_without_statistics_the_product_is_left_out() -> None:
         for _ in range(2):  # a call that begins to count leaves the recipe; the next one is analysed
             step(model, BATCH, counts=counts)
         assert [op.wanted for op in gemms_of(handle)] == expected
-    handle.detach()
 
 
 @every_config
@@ -98,11 +96,10 @@ def test_an_assertion_about_a_product_that_nothing_saved_needs(config: dict, fro
             return x + y + self.b(F.gelu(self.c(x)))
 
     model = toy(Asserts)
-    handle = ds_memo.attach(model, config)
+    ds_memo.attach(model, config)
     for number in range(4):
         with poisoned_memory():
             step(model, BATCH, asserts=number >= from_step)
-    handle.detach()
 
 
 def test_what_goes_to_the_host_is_looked_at() -> None:
@@ -126,4 +123,3 @@ def test_a_graph_does_not_hold_arguments(frames: Any) -> None:
     inside(handle).engine.settle()
     assert [ref() is None for ref in inputs[:2]] == [True, True]
     loss.backward()
-    handle.detach()

@@ -18,6 +18,7 @@ import ds_memo
 from ds_memo.remat import op_policy as keep
 from ds_memo.remat import random_states
 from ds_memo.remat.replay import Replay
+from tests.faults import put_in
 from tests.models import HEADS, HIDDEN, Batch, Block, Different, Outcome, Toy, compare_with_stock, every_config, gradients
 
 BATCH = Batch.random(2, 17)
@@ -120,7 +121,7 @@ def test_the_same_graph_twice(tracker: Any) -> None:
     """A second backward also draws the same numbers."""
     model = parallel_toy(tracker)
     tracker.add(NAME, 3)
-    handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 1})
+    ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 1})
     loss = model(inputs_embeds=BATCH.embeds, labels=BATCH.labels).loss
     twice = []
     for _ in range(2):
@@ -128,7 +129,6 @@ def test_the_same_graph_twice(tracker: Any) -> None:
         twice.append(gradients(model))
     del loss
     assert all(torch.equal(twice[0][name], twice[1][name]) for name in twice[0])
-    handle.detach()
 
 
 def test_gradients_differ_if_they_are_not_put_back(tracker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,8 +139,7 @@ def test_gradients_differ_if_they_are_not_put_back(tracker: Any, monkeypatch: py
 
 def test_attention_that_is_supplied_leaves_the_state_behind_it(tracker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without that state, later draws in the replay differ."""
-    supplied = Replay._supplied
-    monkeypatch.setattr(Replay, "_supplied", lambda self, index, op: self.call.rng_after.clear() or supplied(self, index, op))
+    put_in(monkeypatch, Replay, "_supplied", lambda right, *args: args[0].call.rng_after.clear() or right(*args))
     with pytest.raises(Different):
         compare_with_stock(parallel_toy(tracker), drive(tracker), {"alpha": 0.5, "resident_layers": 1})
 
@@ -148,7 +147,6 @@ def test_attention_that_is_supplied_leaves_the_state_behind_it(tracker: Any, mon
 def test_generators_that_graphs_share_are_refused(tracker: Any) -> None:
     model = parallel_toy(tracker)
     tracker.states_[NAME] = torch.Generator()
-    handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 1})
+    ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 1})
     with pytest.raises(ds_memo.MemoError, match="use_cudagraphable_rng"):
         model(inputs_embeds=BATCH.embeds, labels=BATCH.labels)
-    handle.detach()

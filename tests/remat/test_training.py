@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import traceback
 from typing import Any
 
 import pytest
@@ -10,7 +12,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import ds_memo
+from ds_memo.profile.live import LiveBytes
 from ds_memo.remat import checkpoint
+from tests.faults import put_in
 from tests.inside import inside
 from tests.models import (
     BF16,
@@ -27,7 +31,7 @@ from tests.models import (
     step,
 )
 from tests.remat.products import Flops
-from tests.remat.situations import BATCH, Lines, assert_nothing_leaked, drive, toy
+from tests.remat.situations import BATCH, WAYS, Lines, assert_in_way, assert_nothing_leaked, compare, drive, every_way, toy
 
 pytestmark = pytest.mark.filterwarnings("ignore::ds_memo.errors.MemoWarning")
 
@@ -53,17 +57,17 @@ def test_lora(config: dict) -> None:
     assert report["frames"] == 3 * LAYERS
 
 
-@every_config
-def test_frozen_first_layers(config: dict) -> None:
-    model = build("llama")
-    model.model.layers[:2].requires_grad_(False)
+@every_way()
+def test_frozen_first_layers(way: str) -> None:
+    """They train in the third step."""
 
-    def without_input_gradient(model: nn.Module, number: int) -> Outcome:
+    def thaw(model: nn.Module, number: int) -> Outcome:
+        model.blocks[:2].requires_grad_(number == 2)
         loss = model(inputs_embeds=BATCH.embeds, labels=BATCH.labels).loss
         loss.backward()
         return Outcome(loss.detach(), gradients(model))
 
-    compare_with_stock(model, without_input_gradient, config)
+    compare(toy(), thaw, way)
 
 
 @every_config
@@ -83,14 +87,21 @@ def test_replaced_parameters(config: dict) -> None:
     compare_with_stock(toy(Chain), replace, config, steps=4)
 
 
-@every_config
-@pytest.mark.parametrize("name", ["llama", "mixtral"])
-def test_autocast(config: dict, name: str) -> None:
+@pytest.mark.parametrize(
+    "name, way",
+    [
+        *(("llama", way) for way in WAYS if way != "compiled"),
+        ("plain", "compiled"),
+        ("mixtral", "mixed"),
+        ("mixtral", "recomputed"),
+    ],
+)
+def test_autocast_but_in_the_second_step(name: str, way: str) -> None:
     def cast(model: nn.Module, number: int) -> Outcome:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=number != 1):
             return drive(model, number)
 
-    compare_with_stock(build(name), cast, config, tolerance=BF16)
+    compare(build(name), cast, way, tolerance=BF16)
 
 
 @every_config
@@ -103,8 +114,8 @@ def test_mixture_of_experts_in_a_python_loop(config: dict) -> None:
 @every_config
 def test_dropout_of_a_product_that_the_replay_leaves_out(config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU the mask is made like the product but does not depend on it: the first call's recipe is followed."""
-    analyse, analyses = checkpoint.Analyse, []
-    monkeypatch.setattr(checkpoint, "Analyse", lambda *args: analyses.append(1) or analyse(*args))
+    analyses: list[int] = []
+    put_in(monkeypatch, checkpoint, "Analyse", lambda right, *args: analyses.append(1) or right(*args))
     compare_with_stock(toy(lambda: Block(dropout=0.2)), drive, config, steps=4)
     assert len(analyses) == LAYERS
 
@@ -114,8 +125,7 @@ def test_work_that_settles_is_analysed_no_more(config: dict, monkeypatch: pytest
     """A layer's first calls, and one later call, each differ from the call before."""
     unlike = [0, 1, 2, 3, 1, 2, 3] + [0] * 6 + [1] + [0] * 3
     analyses: list[int] = []
-    analyse = checkpoint.Analyse
-    monkeypatch.setattr(checkpoint, "Analyse", lambda *args: analyses.append(number) or analyse(*args))
+    put_in(monkeypatch, checkpoint, "Analyse", lambda right, *args: analyses.append(number) or right(*args))
 
     class Varies(Lines):
         def forward(self, x: torch.Tensor, products: int) -> torch.Tensor:
@@ -167,32 +177,32 @@ def test_router_logits_and_their_loss(config: dict) -> None:
 # ---- batches
 
 
-@every_config
-def test_changing_batch_and_length(config: dict) -> None:
-    shapes = [(2, 17), (1, 64), (2, 17), (1, 4), (2, 33), (1, 64)]
-    compare_with_stock(build("llama"), lambda model, number: step(model, Batch.random(*shapes[number])), config, steps=6)
+@every_way("compiled")
+def test_changing_batch_and_length(way: str) -> None:
+    shapes = [(2, 17), (1, 64), (2, 17), (3, 5), (2, 33), (5, 14)]
+    compare(build("llama"), lambda model, number: step(model, Batch.random(*shapes[number])), way, steps=6)
 
 
-@every_config
-def test_packed_position_ids(config: dict) -> None:
+@every_way("compiled")
+def test_packed_position_ids(way: str) -> None:
     """Hugging Face models do not detect packing if they have a cache. Memo gives them none, so stock gets none either."""
     positions = torch.cat([torch.arange(5), torch.arange(9), torch.arange(3)]).expand(2, -1)
-    compare_with_stock(build("llama"), lambda model, number: step(model, BATCH, position_ids=positions, use_cache=False), config)
+    compare(build("llama"), lambda model, number: step(model, BATCH, position_ids=positions, use_cache=False), way)
 
 
-@every_config
-def test_padding_mask(config: dict) -> None:
+@every_way("compiled")
+def test_padding_mask(way: str) -> None:
     mask = torch.ones(2, 17, dtype=torch.long)
     mask[0, :6] = 0
     masks = [mask, None, mask]
-    compare_with_stock(build("llama"), lambda model, number: step(model, BATCH, attention_mask=masks[number]), config)
+    compare(build("llama"), lambda model, number: step(model, BATCH, attention_mask=masks[number]), way)
 
 
 # ---- graphs
 
 
-@every_config
-def test_three_backwards_of_one_graph(config: dict) -> None:
+@every_way("compiled")
+def test_three_backwards_of_one_graph(way: str) -> None:
     """Each replay draws the forward's random numbers. tests/swap/test_whole_models.py has other orders."""
 
     def thrice(model: nn.Module, number: int) -> Outcome:
@@ -203,7 +213,20 @@ def test_three_backwards_of_one_graph(config: dict) -> None:
             loss.backward(retain_graph=retain)
         return Outcome(loss.detach(), {**gradients(model), "x": x.grad})
 
-    compare_with_stock(toy(lambda: Block(dropout=0.2)), thrice, config)
+    compare(toy(lambda: Block(dropout=0.0 if way == "tiles" else 0.2)), thrice, way)  # tiles draw other numbers than stock
+
+
+@every_way()
+def test_several_forwards_before_a_backward(way: str) -> None:
+    batches = [BATCH, Batch.random(1, 71, seed=2), Batch.random(1, 9, seed=3)]
+
+    def several(model: nn.Module, number: int) -> Outcome:
+        losses = [model(inputs_embeds=batch.embeds, labels=batch.labels).loss for batch in batches]
+        for index in (1, 2, 0):
+            losses[index].backward()
+        return Outcome(sum(losses).detach(), gradients(model))
+
+    compare(toy(), several, way, steps=2)
 
 
 @every_config
@@ -221,12 +244,12 @@ def test_backwards_from_the_middle(config: dict) -> None:
     compare_with_stock(build("llama"), middle, config)
 
 
-@every_config
-def test_eval_between_forward_and_backward(config: dict) -> None:
+@every_way()
+def test_eval_between_forward_and_backward(way: str) -> None:
     def evaluate(model: nn.Module, number: int) -> Outcome:
         x = BATCH.embeds.clone().requires_grad_()
         loss = model(inputs_embeds=x, labels=BATCH.labels).loss
-        for mode in (torch.no_grad, torch.inference_mode):
+        for mode in (torch.no_grad, *([] if way == "compiled" else [torch.inference_mode])):
             with mode():
                 model(inputs_embeds=BATCH.embeds, labels=BATCH.labels)
         model.eval()
@@ -236,7 +259,7 @@ def test_eval_between_forward_and_backward(config: dict) -> None:
         loss.backward()
         return Outcome(loss.detach(), {**gradients(model), "x": x.grad})
 
-    compare_with_stock(build("llama"), evaluate, config)
+    compare(toy() if way in ("tiles", "compiled") else build("llama"), evaluate, way)
 
 
 @every_config
@@ -247,14 +270,107 @@ def test_eval_with_gradients(config: dict) -> None:
     compare_with_stock(toy(lambda: Block(dropout=0.2)), evaluate, config)
 
 
-def test_a_graph_dropped_without_a_backward(frames: Any) -> None:
-    model = build("llama")
-    handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 1})
+@every_way("recomputed", "compiled")
+def test_a_graph_dropped_without_a_backward(way: str, frames: Any) -> None:
+    stock = step(build("llama"), BATCH)
+    handle = ds_memo.attach(model := build("llama"), WAYS[way])
     for _ in range(5):
         loss = model(inputs_embeds=BATCH.embeds, labels=BATCH.labels).loss
         assert inside(handle).slab.used > 0
         del loss
     assert_nothing_leaked(handle, frames)
     assert inside(handle).slab.size == inside(handle).slab.peak_used  # later steps took the blocks of the first
-    assert len(inside(handle).engine._stack) <= 2 * LAYERS
-    handle.detach()
+    loss = model(inputs_embeds=BATCH.embeds, labels=BATCH.labels).loss
+    torch.autograd.grad(loss, next(model.model.layers[-1].parameters()))  # a part of a backward
+    del loss
+    assert_nothing_leaked(handle, frames)
+    assert_in_way(way, step(model, BATCH), stock)
+    assert_nothing_leaked(handle, frames)
+
+
+# ---- tensors are freed after their last use, without garbage collection
+
+
+@pytest.fixture
+def run():
+    """Run three steps of a small model without garbage collection. Return bytes after each forward, each step, and the slab's."""
+
+    def steps(**memo) -> dict[str, list[int]]:
+        model = build("llama")
+        handle = ds_memo.attach(model, {"enabled": True, **memo})
+        tokens = torch.randint(0, 32, (1, 64))
+        held = {"forward": [], "step": [], "slab": []}
+        gc.collect()
+        gc.disable()
+        try:
+            with LiveBytes() as count:
+                for _ in range(3):  # the first is analysed, the others follow the recipe
+                    loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+                    held["forward"].append(count.live)
+                    loss.backward()
+                    model.zero_grad()
+                    del loss
+                    held["step"].append(count.live)
+                    held["slab"].append(handle.report()["host"]["slab"])
+        finally:
+            gc.enable()
+            handle.detach()
+        return held
+
+    return steps
+
+
+@pytest.mark.parametrize("more", [{"resident_layers": 0}, {"resident_layers": 2}, {"resident_layers": 0, "tile_tokens": 16}])
+def test_nothing_waits_for_the_garbage_collector(run, more):
+    held = run(alpha=0.5, **more)
+    assert len(set(held["step"])) == 1, held
+    assert len(set(held["slab"])) == 1, held
+
+
+def test_the_first_step_holds_no_more_than_the_next(run):
+    held = run(alpha=0.0, resident_layers=0)
+    assert len(set(held["forward"])) == 1, held
+
+
+# ---- observers are told which layer runs
+
+
+class Log(list):
+    """An observer that notes the events."""
+
+    def layer_begins(self, layer: int) -> None:
+        self.append(("begins", layer))
+
+    def layer_ends(self, layer: int) -> None:
+        self.append(("ends", layer))
+
+    def layer_replays(self, layer: int) -> None:
+        self.append(("replays", layer))
+
+    def interrupted(self) -> None:
+        self.append("interrupted")
+
+
+@every_config
+def test_each_layer_begins_ends_and_replays_once(config: dict) -> None:
+    """In the step that analyses the layers, and in the one that follows their recipes."""
+    model = toy()
+    handle = ds_memo.attach(model, config)
+    inside(handle).remat.observers = (*inside(handle).remat.observers, log := Log())
+    for _ in range(2):
+        step(model, BATCH)
+        forward = [(what, layer) for layer in range(LAYERS) for what in ("begins", "ends")]
+        assert log == [*forward, *(("replays", layer) for layer in reversed(range(LAYERS)))]
+        log.clear()
+
+
+def test_a_refusal_rises_out_of_no_mode() -> None:
+    """Alpha is decided when the first layer has run. Its frame is freed, and observers are told that the pass is over."""
+    model = toy()
+    handle = ds_memo.attach(model, {"resident_layers": 0, "alpha": 0.5, "host_memory_gib": 1e-5})
+    inside(handle).remat.observers = (*inside(handle).remat.observers, log := Log())
+    with pytest.raises(ds_memo.MemoError, match=r"even memo\.alpha 0 does not fit") as refusal:
+        step(model, BATCH)
+    assert log == [("begins", 0), "interrupted"]
+    assert "__exit__" not in [line.name for line in traceback.extract_tb(refusal.tb)]
+    assert inside(handle).slab.used == 0 and [layer.recipes for layer in inside(handle).layers] == [{}] * LAYERS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import ds_memo
+from ds_memo.remat.recipe import fingerprint
+from tests import architectures
 from tests.models import HIDDEN, Outcome, compare_with_stock, every_config, step
 from tests.remat.situations import BATCH, Lines, drive, toy
 
@@ -144,11 +147,10 @@ def test_a_custom_op_that_changes_nothing_at_first(config: dict) -> None:
 
 def test_a_write_out_of_sight_is_named() -> None:
     model = toy(calling(_in_place))
-    handle = ds_memo.attach(model, {"alpha": 1.0, "resident_layers": 2})
+    ds_memo.attach(model, {"alpha": 1.0, "resident_layers": 2})
     # mm: DeepSpeed leaves its own linear in torch.nn.functional after a ZeRO-3 model was built in this process
     with pytest.warns(ds_memo.MemoWarning, match=r"layer blocks\.0: outputs of aten\.(add)?mm\.default were changed in place"):
         step(model, BATCH)
-    handle.detach()
 
 
 class _NumPyProduct(torch.autograd.Function):
@@ -184,3 +186,44 @@ def test_modules_of_transformer_engine_are_named(package: str, monkeypatch: pyte
     report = compare_with_stock(toy(Mixed), drive, {"alpha": 0.5, "resident_layers": 0})
     named = ["modules of TransformerEngine" in warning for warning in report["warnings"]]
     assert named.count(True) == (package == "transformer_engine.pytorch")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.complex64])
+def test_a_fingerprint_changes_with_a_value(dtype: torch.dtype) -> None:
+    """Tensors elsewhere do not count: memory-efficient attention returns its random seed on the host."""
+    value = torch.ones(3, 5).to(dtype)
+    before = fingerprint((value.T, None, 7))
+    assert torch.equal(before, fingerprint((value.T, None, 7, torch.zeros(1, device="meta"))))
+    value[2, 3] = 0
+    assert not torch.equal(before, fingerprint((value.T, None, 7)))
+
+
+# ---- a layer without an attention kernel is told what would help it
+
+
+def said(model: nn.Module) -> tuple[list[str], int]:
+    """Return the warnings of a step, and how often attention ran again."""
+    ids = torch.randint(3, architectures.VOCAB, (2, 48), generator=torch.Generator().manual_seed(0))
+    handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 0, "plan": {"enabled": False}})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model(input_ids=ids, labels=ids).loss.backward()
+    report = handle.report()
+    handle.detach()
+    return report["warnings"], report["attention_recomputed"]
+
+
+@pytest.mark.parametrize("name", ["mamba2", "lfm2", "qwen3_next"])
+def test_layers_that_have_no_attention(name: str) -> None:
+    """State spaces, convolutions, linear attention; Qwen3-Next's experts are chosen by a softmax."""
+    assert said(architectures.build(name)) == ([], 0)
+
+
+def test_values_that_are_not_as_wide_as_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Multi-head latent attention is on sdpa, which has no kernel for it on a CPU. Equally wide, it has."""
+    own: dict[str, Any] = architectures.OWN["deepseek_v3"]
+    assert said(architectures.build("deepseek_v3")) == ([], 0)
+    monkeypatch.setitem(architectures.OWN, "deepseek_v3", own | {"v_head_dim": 16})
+    (warning,), again = said(architectures.build("deepseek_v3"))
+    assert "though it calls scaled_dot_product_attention" in warning and "attn_implementation" not in warning
+    assert again == architectures.LAYERS

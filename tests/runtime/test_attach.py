@@ -211,10 +211,7 @@ def test_a_warning_that_is_an_error_ends_one_forward(monkeypatch: pytest.MonkeyP
     model = build("plain")
     stock, batch = copy.deepcopy(model), Batch.random(2, 17)
     handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 1})
-    with (
-        warnings.catch_warnings(),
-        pytest.raises(ds_memo.MemoWarning, match="are not planned: another allocator"),
-    ):
+    with warnings.catch_warnings(), pytest.raises(ds_memo.MemoWarning, match="are not planned: another allocator"):
         warnings.simplefilter("error", ds_memo.MemoWarning)
         step(model, batch)
     assert in_forward() is None

@@ -56,7 +56,6 @@ def test_gradients_are_stocks(monkeypatch: pytest.MonkeyPatch, name: str, plain:
     # A layer without recompute above has every swapped one come back in time, as a resident one would.
     first = 0 if LAYERS - 1 in plain else 5
     assert (traffic.frames_on_demand, traffic.frames_prefetched) == (first, 5 * (LAYERS - len(plain)) - first)
-    handle.detach()
 
 
 def test_among_all_other_placements(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,7 +69,6 @@ def test_among_all_other_placements(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lists == [[3], [1], [2]] and report["attention_recomputed"] == 4
     assert report["stored_bytes_per_layer"] == report["predicted"]["stored_bytes_per_layer"]
     assert "1 of them resident, 1 without GEMMs, 1 without recompute" in str(report)
-    handle.detach()
 
 
 def test_a_second_backward_and_one_that_raises(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,7 +96,6 @@ def test_a_second_backward_and_one_that_raises(monkeypatch: pytest.MonkeyPatch) 
     assert_same(step(model, BATCH), step(stock, BATCH))
     inside(handle).engine.drain()
     assert inside(handle).slab.used == 0
-    handle.detach()
 
 
 @pytest.mark.slow

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from collections.abc import Callable
+
 import pytest
 import torch
+from torch import nn
 
 from ds_memo.runtime import throughput as speed
+from ds_memo.runtime.optimizer_hooks import watch_optimizers
 from ds_memo.runtime.throughput import Speed, model_flops_utilization
 
 
@@ -54,3 +60,55 @@ def test_attention_is_of_whole_sequences(ranks: int, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(speed, "model_flops", lambda model, length: length * (6e9 + length * 6e5))
     got = model_flops_utilization(torch.nn.Linear(2, 2), (1, 65536 // ranks, 64), 1e4, torch.device("cuda"))
     assert got == pytest.approx(1e4 * (6e9 + 65536 * 6e5) / 989e12)
+
+
+# ---- steps of torch optimizers are told to the watcher of a model of theirs
+
+
+class Listener:
+    def __init__(self) -> None:
+        self.heard: list[str] = []
+
+    def begins(self) -> None:
+        self.heard.append("begins")
+
+    def ended(self) -> None:
+        self.heard.append("ended")
+
+
+def watch(model: nn.Module, listener: Listener) -> list[Callable[[], None]]:
+    return watch_optimizers(weakref.ref(model), listener, Listener.begins, Listener.ended)
+
+
+def optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("made", ["before", "after"])
+def test_only_optimizers_of_the_model(made: str) -> None:
+    model, other, listener = nn.Linear(2, 2), nn.Linear(2, 2), Listener()
+    early = optimizer(model) if made == "before" else None
+    ends = watch(model, listener)
+    mine, others = early or optimizer(model), optimizer(other)
+    others.step()
+    assert listener.heard == []
+    mine.step()
+    mine.step()
+    assert listener.heard == ["begins", "ended"] * 2
+    for end in ends:
+        end()
+    mine.step()
+    assert len(listener.heard) == 4
+
+
+def test_who_has_gone_hears_nothing_and_is_not_kept() -> None:
+    model, listener = nn.Linear(2, 2), Listener()
+    steps, heard = optimizer(model), listener.heard
+    watch(model, listener)
+    gone = weakref.ref(listener)
+    del listener
+    gc.collect()
+    steps.step()
+    assert gone() is None and heard == []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -24,22 +23,28 @@ from tests.models import Batch, assert_same_grads, build, gradients
 BATCH = Batch.random(4, 128)
 
 
-@pytest.fixture
-def models(
-    own_cache: Any, times_by_flops: Any, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[tuple[list[nn.Module], list[nn.Module], list[Any]]]:
-    """An actor and a critic, their stock twins, their handles; the host holds what one of them wants to swap, and no more."""
-    monkeypatch.setattr(run.CopyBench, "rate", lambda *args: 1e11)  # copies hide
-    actors = [build("llama"), build("gpt2")]
-    stocks = [copy.deepcopy(model) for model in actors]
-    section = {"resident_layers": 0, "host_memory_gib": HOST / GIB, "plan": {"enabled": False}}
-    handles = [ds_memo.attach(model, section) for model in actors]
-    yield actors, stocks, handles
-    for handle in handles:
-        handle.detach()
-
-
 HOST = 3 << 20
+RESIDENTS_NONE = {"resident_layers": 0}
+Three = tuple[list[nn.Module], list[nn.Module], list[Any]]
+
+
+def pair(*sections: dict[str, Any], host: float = HOST) -> Three:
+    """Return an actor and a critic, their stock twins, and their handles; the host holds what one wants to swap, and no more."""
+    models = [build("llama"), build("gpt2")]
+    stocks = [copy.deepcopy(model) for model in models]
+    rest = {"host_memory_gib": host / GIB, "plan": {"enabled": False}}
+    return models, stocks, [ds_memo.attach(model, section | rest) for model, section in zip(models, sections, strict=True)]
+
+
+@pytest.fixture
+def copies_hide(own_cache: Any, times_by_flops: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that is solved for takes all of the host."""
+    monkeypatch.setattr(run.CopyBench, "rate", lambda *args: 1e11)
+
+
+@pytest.fixture
+def models(copies_hide: None) -> Three:
+    return pair(RESIDENTS_NONE, RESIDENTS_NONE)
 
 
 def loss_of(model: nn.Module) -> torch.Tensor:
@@ -153,10 +158,7 @@ def test_who_is_left_has_the_whole_host_again(models) -> None:
 
 def test_passes_whose_alpha_is_configured_wait_together_where_they_fit() -> None:
     """Also where one needs more than half."""
-    models = [build("llama"), build("gpt2")]
-    stocks = [copy.deepcopy(model) for model in models]
-    section = {"alpha": 0.5, "resident_layers": 0, "host_memory_gib": 3.5 * HOST / 3 / GIB, "plan": {"enabled": False}}
-    handles = [ds_memo.attach(model, section) for model in models]
+    models, stocks, handles = pair(*[{"alpha": 0.5, **RESIDENTS_NONE}] * 2, host=3.5 * HOST / 3)
     batches = BATCH, Batch.random(1, 64)
     for _ in range(2):
         for both in (models, stocks):
@@ -165,8 +167,6 @@ def test_passes_whose_alpha_is_configured_wait_together_where_they_fit() -> None
         for model, stock in zip(models, stocks, strict=True):
             assert_same_grads(gradients(model), gradients(stock))
     assert inside(handles[0]).slab.peak_used > HOST * 3.5 / 3 / 2
-    for handle in handles:
-        handle.detach()
 
 
 def wait_together(models: list[nn.Module], stocks: list[nn.Module], second: Any, warned: bool) -> int:
@@ -180,40 +180,26 @@ def wait_together(models: list[nn.Module], stocks: list[nn.Module], second: Any,
     return held
 
 
-def test_a_given_alpha_waits_while_another_model_holds_the_host(
-    own_cache: Any, times_by_flops: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("copies_hide")
+def test_a_given_alpha_waits_while_another_model_holds_the_host() -> None:
     """The residents are open, and the device has no room for all: that pass does without memo.alpha, and says so."""
-    monkeypatch.setattr(run.CopyBench, "rate", lambda *args: 1e11)  # the other one takes all
-    models = [build("llama"), build("gpt2")]
-    stocks = [copy.deepcopy(model) for model in models]
-    rest = {"host_memory_gib": HOST / GIB, "plan": {"enabled": False}}
-    alone = ds_memo.attach(models[1], {"alpha": 0.05, **rest})
-    loss_of(models[1]).backward()
+    alone = ds_memo.attach(critic := build("gpt2"), {"alpha": 0.05, "host_memory_gib": HOST / GIB, "plan": {"enabled": False}})
+    loss_of(critic).backward()
     all_resident = alone.report()["predicted"]["device_bytes"]
     alone.detach()
-    models[1].zero_grad()
-    sections = {"resident_layers": 0}, {"alpha": 0.05, "device_memory_gib": 0.95 * all_resident / GIB}
-    handles = [ds_memo.attach(model, section | rest) for model, section in zip(models, sections, strict=True)]
+    models, stocks, handles = pair(RESIDENTS_NONE, {"alpha": 0.05, "device_memory_gib": 0.95 * all_resident / GIB})
     alphas = []
     for number in range(3):
         wait_together(models, stocks, handles[1], warned=not number)
         alphas.append(handles[1].report()["alpha"])
     assert alphas == [0.0, 0.05, 0.05] and inside(handles[1]).slab.peak_used > 0
     assert len(handles[1].report()["warnings"]) == 1
-    for handle in handles:
-        handle.detach()
 
 
-def test_a_configured_model_waits_while_another_one_holds_the_host(
-    own_cache: Any, times_by_flops: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("copies_hide")
+def test_a_configured_model_waits_while_another_one_holds_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """In either order: passes that find too little go without, with one warning, and the open model leaves it from then on."""
-    monkeypatch.setattr(run.CopyBench, "rate", lambda *args: 1e11)  # the open one takes all
-    models = [build("llama"), build("gpt2")]
-    stocks = [copy.deepcopy(model) for model in models]
-    rest = {"resident_layers": 0, "host_memory_gib": HOST / GIB, "plan": {"enabled": False}}
-    handles = [ds_memo.attach(models[0], rest), ds_memo.attach(models[1], {"alpha": 0.05, **rest})]
+    models, stocks, handles = pair(RESIDENTS_NONE, {"alpha": 0.05, **RESIDENTS_NONE})
     held = [wait_together(models, stocks, handles[1], warned=not number) for number in range(4)]
     assert held[0] < held[1] == held[2] == held[3], held
     assert len(handles[1].report()["warnings"]) == 1 and handles[0].report()["warnings"] == []
@@ -229,8 +215,6 @@ def test_a_configured_model_waits_while_another_one_holds_the_host(
     assert_same_grads(gradients(models[1]), gradients(stocks[1]))
     third.free(block)
     third.close()
-    for handle in handles:
-        handle.detach()
 
 
 def warned_loss_of(model: nn.Module) -> torch.Tensor:

@@ -15,6 +15,7 @@ from ds_memo.runtime.attach import attach
 from ds_memo.runtime.session import Session
 from ds_memo.swap.engine import SwapEngine
 from ds_memo.swap.host_slab import HostSlab
+from tests.inside import inside
 from tests.models import VOCAB, build
 
 HOST = {"enabled": True, "host_memory_gib": 0.25}
@@ -37,11 +38,7 @@ def tokens(seed: int, batch: int, length: int) -> dict[str, Any]:
 
 @contextmanager
 def attached(
-    model: nn.Module,
-    streams: Any,
-    config: dict[str, Any],
-    engine: type[SwapEngine] = SwapEngine,
-    slab: type[HostSlab] = HostSlab,
+    model: nn.Module, streams: Any, config: dict[str, Any], engine: type[SwapEngine] = SwapEngine, slab: type[HostSlab] = HostSlab
 ) -> Iterator[Session]:
     """Attach with `streams` in place of the device's own; a checker or poisoner also watches the slab."""
 
@@ -54,7 +51,7 @@ def attached(
         mock.patch.object(parts_module, "SwapEngine", engine),
         mock.patch.object(parts_module, "HostSlab", make_slab),
     ):
-        memo = attach(model, HOST | config)._session
+        memo = inside(attach(model, HOST | config))
     try:
         yield memo
     except BaseException:

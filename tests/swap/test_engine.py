@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import weakref
-
 import pytest
 import torch
 
-from ds_memo.swap.streams import D2H, ThreadStreams
+from ds_memo.swap.streams import ThreadStreams
 from tests.swap.by_hand import Rig
 from tests.swap.delayed import DelayedStreams
 from tests.swap.ordered import Immediate
@@ -112,23 +110,6 @@ def test_a_copy_starts_with_the_next_kept_tensor_after_its_own_event():
         "d2h copies (192,)",
         "mark d2h as 4",
     ]
-
-
-def test_device_memory_is_let_go_when_the_layer_after_the_next_begins(rig):
-    alive = []
-    frames = []
-    for index in range(5):
-        tensor = torch.full((8, 64), float(index))
-        alive.append(weakref.ref(tensor.untyped_storage()))
-        frame = rig.begin([tensor])
-        rig.engine.keep(frame, frame.layout.kept[0], tensor)
-        del tensor
-        rig.streams.mark(D2H).done.wait(30)
-        gone = [ref() is None for ref in alive]
-        assert gone == [True] * max(0, index - 1) + [False] * min(2, index + 1)
-        rig.engine.end(frame)
-        frames.append(frame)
-    assert [frame.state for frame in frames] == ["away", "away", "away", "swapping", "swapping"]
 
 
 def test_a_frame_that_is_not_to_come_back_ahead_takes_no_memory_before_it_is_wanted(rig):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from ds_memo.errors import MemoError
 from ds_memo.swap import pinned_segments as segments
 from ds_memo.swap.host_pool import HostPool
 from ds_memo.swap.host_slab import Block, HostSlab
-from ds_memo.swap.pinned_segments import PAGE, Segment, map_pages
+from ds_memo.swap.pinned_segments import PAGE, TOUCHED_APART, Segment, map_pages, touch
 from ds_memo.units import GIB
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -261,3 +262,34 @@ def test_a_refusal_while_segments_are_replaced_counts_them(monkeypatch):
     assert host.budget.offer[0] == 3 * PAGE
     assert host.used == 0 and sum(system.held) == host.size <= 3 * PAGE
     assert host.allocate(3 * PAGE, "as much as before").nbytes == 3 * PAGE
+
+
+# ---- segments
+
+
+def memory_map(segment: Segment) -> dict[str, str]:
+    """Return the kernel's description of a segment's mapping."""
+    address, found, inside = segment.memory.data_ptr(), {}, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if " " in name:  # the head of a mapping: its addresses
+            begin, end = (int(word, 16) for word in line.split()[0].split("-"))
+            inside = begin <= address < end
+        elif inside:
+            found[name] = value.strip()
+    return found
+
+
+def test_pages_are_there_before_they_are_locked():
+    """All pages exist, also in a last part smaller than a thread's. Locking would fault them in one by one."""
+    block = map_pages(2 * TOUCHED_APART + PAGE)
+    block.memory[PAGE] = 1
+    before = int(memory_map(block)["Rss"].split()[0]) << 10
+    touch(block)
+    after = int(memory_map(block)["Rss"].split()[0]) << 10
+    assert before < block.nbytes / 2 and after >= block.nbytes
+
+
+def test_a_fork_does_not_copy_blocks():
+    """At a fork the kernel copies private pages that a device holds, and data loaders fork."""
+    assert "dc" in memory_map(map_pages(PAGE))["VmFlags"].split()

@@ -20,45 +20,6 @@ from tests.swap.delayed import DelayedStreams
 # ---- lifetimes
 
 
-def test_a_frame_can_come_back_as_often_as_its_graph_lives(rig):
-    frames = [rig.layer(value=index) for index in range(3)]
-    for _ in range(3):
-        for index in reversed(range(3)):
-            assert rig.replay(frames[index])[0].unique().tolist() == [index]
-    assert rig.engine.traffic.frames_prefetched == 6
-    assert rig.slab.used == 3 * PAGE
-    frames.clear()
-    rig.layer()
-    assert rig.slab.used == PAGE
-
-
-@pytest.mark.parametrize("replays", [0, 1, 2])
-def test_a_dropped_graph_frees_its_host_blocks(rig, replays):
-    frames = [rig.layer() for _ in range(4)]
-    for frame in reversed(frames[4 - replays :]):
-        rig.replay(frame)
-    frame = None
-    frames.clear()
-    for _ in range(5):
-        rig.layer()
-        assert rig.slab.used <= 2 * PAGE
-    assert rig.slab.size == 4 * PAGE
-
-
-def test_an_aborted_frame_leaves_nothing_behind(rig):
-    tensor = torch.ones(8, 64)
-    gone = weakref.ref(tensor.untyped_storage())
-    frame = rig.begin([tensor, tensor])
-    rig.engine.keep(frame, frame.layout.kept[0], tensor)
-    rig.engine.keep(frame, frame.layout.kept[1], tensor)
-    rig.engine.abort(frame)
-    assert rig.slab.used == 0
-    del tensor
-    rig.streams.mark(D2H).done.wait(30)
-    assert gone() is None
-    assert frame.state == "done"
-
-
 @pytest.mark.parametrize("where", ["just recorded", "away", "on its way back", "replayed"])
 def test_a_frame_may_die_on_a_copy_thread(where):
     """Garbage collection runs on any thread, even on the copy thread, which would wait for itself."""

@@ -15,10 +15,7 @@ from tests.swap.by_hand import Rig
 
 WIDTH = 4096
 ROWS = (1 << 31) // WIDTH + 3
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(available_bytes() < 8 << 30, reason="takes 4.3 GB of host memory"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(available_bytes() < 8 << 30, reason="takes 4.3 GB of host memory")]
 MARKS = (0, (1 << 31) - 1, 1 << 31, ROWS * WIDTH - 1)
 """Elements that differ from the others."""
 

@@ -32,7 +32,7 @@ SEEDS = {
     "files": (38, 42, 32, 45, 2, 6, 7, 10, 12, 13, 15, 18, 19, 21, 22, 28, 31, 35, 39, 44, 48, 55, 58, 63),
 }
 """Schedules, the quickest first. Over files those that read from them; more than half of all are too short to."""
-GROUPS, ORDERED_GROUPS = 6, 3
+GROUPS, ORDERED_GROUPS = 12, 3
 LATE_S = (3e-3,)
 pytestmark = pytest.mark.filterwarnings("ignore::ds_memo.MemoWarning")
 

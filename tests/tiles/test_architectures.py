@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from benchmarks.tile_models import RUNS, Verdict, group, groups_of, verdict
 from ds_memo.tiles.layer import TiledCall
 from tests import architectures
+from tests.faults import put_in
 
 PAGE = groups_of((Path(__file__).parents[2] / "docs" / "tiles_models.md").read_text())
 MODELS = [name for name in architectures.NAMES if name not in architectures.NOT_COMPARED]
@@ -50,12 +50,6 @@ def check(found: Verdict) -> None:
 
 def test_a_wrong_gradient_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """A backward that leaves out the part of d(hidden) that comes through attention."""
-    right = TiledCall._head_backward
-
-    def without(*args: Any) -> tuple[None]:
-        right(*args)
-        return (None,)
-
-    monkeypatch.setattr(TiledCall, "_head_backward", without)
+    put_in(monkeypatch, TiledCall, "_head_backward", lambda right, *args: (right(*args), None)[1:])
     with pytest.raises(AssertionError, match="bar"):
         check(verdict("llama", RUNS[:1]))

@@ -69,9 +69,7 @@ def assert_steps(model: Any, batch: Batch, steps: int = 3) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "name, groups",
     everyday(
-        itertools.product(FAMILIES, (1, 2)),
-        [("llama", 2), ("plain", 1)],
-        slow=[("gemma3", 1), ("gpt2", 1), ("mixtral", 2)],
+        itertools.product(FAMILIES, (1, 2)), [("llama", 2), ("plain", 1)], slow=[("gemma3", 1), ("gpt2", 1), ("mixtral", 2)]
     ),
 )
 def test_gradients_where_attention_is_recomputed(placed: Any, name: str, groups: int, kind: PlacementKind) -> None:

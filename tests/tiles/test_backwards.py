@@ -11,33 +11,8 @@ from torch import nn
 from ds_memo.errors import MemoError
 from ds_memo.swap.engine import SwapEngine
 from ds_memo.swap.frame import Frame
-from tests.models import Batch, Outcome, Toy, gradients, step
-from tests.tiles.rig import (
-    BATCH,
-    assert_step,
-    assert_was_tiled,
-    assert_within,
-    attached,
-    compare,
-    drive,
-    model_of,
-    toy,
-)
-
-
-def test_a_graph_runs_backward_twice() -> None:
-    def twice(model: nn.Module, number: int) -> Outcome:
-        x = BATCH.embeds.clone().requires_grad_()
-        loss = model(inputs_embeds=x, labels=BATCH.labels).loss
-        loss.backward(retain_graph=True)
-        first = {**gradients(model), "x": x.grad}
-        x.grad = None
-        loss.backward()
-        second = {**gradients(model), "x": x.grad}
-        assert_within(second, first, 0.0)
-        return Outcome(loss.detach(), second)
-
-    assert_was_tiled(compare(toy(), twice, alpha=0.5, groups=2))
+from tests.models import Batch, Outcome, Toy, build, gradients, step
+from tests.tiles.rig import BATCH, LAYERS, assert_step, assert_was_tiled, attached, compare, drive, model_of, small, toy
 
 
 def test_a_graph_that_was_freed_is_refused() -> None:
@@ -46,18 +21,6 @@ def test_a_graph_that_was_freed_is_refused() -> None:
         loss.backward()
         with pytest.raises(RuntimeError, match="second time"):
             loss.backward()
-
-
-def test_several_forwards_before_a_backward() -> None:
-    batches = [BATCH, Batch.random(1, 71, seed=2), Batch.random(1, 9, seed=3)]
-
-    def several(model: nn.Module, number: int) -> Outcome:
-        losses = [model(inputs_embeds=batch.embeds, labels=batch.labels).loss for batch in batches]
-        for index in (1, 2, 0):
-            losses[index].backward()
-        return Outcome(sum(losses).detach(), gradients(model))
-
-    assert_was_tiled(compare(toy(), several, alpha=0.5))
 
 
 @pytest.mark.slow
@@ -91,35 +54,6 @@ def test_anomaly_mode() -> None:
         assert_was_tiled(handle.report())
 
 
-@pytest.mark.slow
-def test_evaluation_between_training_steps() -> None:
-    def evaluate(model: nn.Module, number: int) -> Outcome:
-        with torch.no_grad():
-            before = model(inputs_embeds=BATCH.embeds, labels=BATCH.labels).loss
-        outcome = step(model, BATCH)
-        model.eval()
-        with torch.no_grad():
-            model(inputs_embeds=BATCH.embeds, labels=BATCH.labels)
-        evaluated = step(model, BATCH)  # a backward in eval mode
-        model.train()
-        return Outcome(before, {**outcome.grads, **{f"eval {name}": g for name, g in evaluated.grads.items()}})
-
-    assert_was_tiled(compare(toy(), evaluate))
-
-
-def test_a_training_step_with_an_optimizer() -> None:
-    optimizers: dict[int, torch.optim.Optimizer] = {}
-
-    def train(model: nn.Module, number: int) -> Outcome:
-        optimizer = optimizers.setdefault(id(model), torch.optim.SGD(model.parameters(), lr=0.1))
-        loss = model(inputs_embeds=BATCH.embeds, labels=BATCH.labels).loss
-        loss.backward()
-        optimizer.step()
-        return Outcome(loss.detach(), gradients(model))
-
-    assert_was_tiled(compare(toy(), train, steps=4, tolerance=1e-5))
-
-
 def test_two_tiles_are_back_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The one that runs, and the next."""
     counts: list[int] = []
@@ -136,3 +70,23 @@ def test_two_tiles_are_back_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         for _ in range(2):
             drive(tiled, 0)
     assert max(counts) == 2
+
+
+# ---- lengths that are sizes of other things
+
+
+@pytest.mark.parametrize("length, head_dim", [(16, 16), (127, 112)], ids=str)
+def test_a_length_that_is_also_the_size_of_a_head(length: int, head_dim: int) -> None:
+    """The probe runs 112 tokens of a long sequence."""
+    model = build("llama", num_hidden_layers=LAYERS, head_dim=head_dim)
+    assert_was_tiled(compare(model, lambda model, number: step(model, Batch.random(1, length)), tile=length // 2, quiet=True))
+
+
+def test_a_later_length_that_is_also_the_size_of_a_head() -> None:
+    lengths = (33, 16)
+    compare(small("llama"), lambda model, number: step(model, Batch.random(1, lengths[number])), tile=5)
+
+
+def test_a_short_first_batch_does_not_switch_tiles_off() -> None:
+    shapes = [(8, 4), (1, 33)]
+    assert_was_tiled(compare(small("llama"), lambda model, n: step(model, Batch.random(*shapes[n])), tile=5, quiet=True))

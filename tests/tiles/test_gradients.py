@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections import Counter
 from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from ds_memo.remat.op_policy import ATTENTION
 from ds_memo.spans import spans
 from ds_memo.tiles import weight_gradients
 from ds_memo.tiles.modes import SupplyHeads
 from tests.everyday import everyday
+from tests.faults import put_in
 from tests.models import Batch, Outcome, poisoned_memory, step
+from tests.remat.products import Flops
 from tests.tiles.rig import FAMILIES, LAYERS, assert_step, assert_was_tiled, attached, small
 
 TILES = (5, 16, 23, 64)
@@ -147,35 +146,16 @@ def test_64_tiles_are_as_exact_as_stock_in_bf16(monkeypatch: pytest.MonkeyPatch)
 # ---- what is computed
 
 
-class Executed(TorchDispatchMode):
-    """Counts attention calls and the FLOPs of products that really run: modes inside this one supply the others."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = 0
-        self.gemm_flops = 0
-        self.calls: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        self.attention += func in ATTENTION
-        name = func.overloadpacket.__name__
-        self.calls[name] += 1
-        if name in ("mm", "addmm", "addmm_"):
-            self.gemm_flops += 2 * out.numel() * args[0 if name == "mm" else 1].shape[1]
-        return out
-
-
-def executed(name: str, **settings: Any) -> Executed:
+def executed(name: str, **settings: Any) -> Flops:
     """Return what the second step runs, in tiles or (no settings) stock."""
     tiled, batch = small(name), Batch.random(2, 33)
     if not settings:
-        with Executed() as seen:
+        with Flops() as seen:
             step(tiled, batch)
         return seen
     with attached(tiled, **settings):
         step(tiled, batch)
-        with Executed() as seen:
+        with Flops() as seen:
             step(tiled, batch)
     return seen
 
@@ -184,24 +164,19 @@ def executed(name: str, **settings: Any) -> Executed:
 def test_at_alpha_1_no_product_and_no_attention_runs_twice(name: str) -> None:
     ours, stocks = executed(name, alpha=1.0), executed(name)
     assert ours.attention == stocks.attention == LAYERS
-    assert ours.gemm_flops == stocks.gemm_flops
+    assert ours.total == stocks.total
 
 
 def test_at_alpha_0_products_run_again_and_attention_does_not() -> None:
     ours, stocks = executed("llama", alpha=0.0, groups=2), executed("llama")
     assert ours.attention == stocks.attention == LAYERS
-    assert stocks.gemm_flops < ours.gemm_flops < stocks.gemm_flops * 4 / 3 + 1
+    assert stocks.total < ours.total < stocks.total * 4 / 3 + 1
 
 
 def test_attention_runs_backward_once_for_each_group(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[int, int]] = []
-    init = SupplyHeads.__init__
-
-    def noted(self: SupplyHeads, call: Any, heads: Any, first_op: int) -> None:
-        seen.append((heads.number, heads.groups))
-        init(self, call, heads, first_op)
-
-    monkeypatch.setattr(SupplyHeads, "__init__", noted)
+    note = lambda right, *args: seen.append((args[2].number, args[2].groups)) or right(*args)  # noqa: E731
+    put_in(monkeypatch, SupplyHeads, "__init__", note)
     run("gpt2", 16, (1, 33), 0.3, groups=4)
     assert seen == [(number, 4) for number in range(4)] * LAYERS * 2
 

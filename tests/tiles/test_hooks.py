@@ -109,22 +109,20 @@ class KeepsGradients(Toy):
         self.kept, self.outputs = [], []
         for block in self.blocks:
             x = block(x)
-            if self.how == "hook":
-                x.register_hook(self.kept.append)
-            elif self.how == "detached":
-                x.register_hook(lambda gradient: self.kept.append(gradient.detach()))
-            elif self.how == "view":
-                x.register_hook(lambda gradient: self.kept.append(gradient[0]))
-            elif self.how == "numpy":
-                x.register_hook(lambda gradient: self.kept.append(gradient.numpy()))
-            elif self.how == "node":
-                x.grad_fn.register_prehook(lambda gradients: self.kept.append(gradients[0]))
-            elif self.how == "several":
-                torch.autograd.graph.register_multi_grad_hook([x], lambda gradients: self.kept.append(gradients[0]))
-            else:
-                x.retain_grad()
-                self.outputs.append(x)
+            KEEPS[self.how](x, self.kept.append)
+            self.outputs.append(x)
         return x
+
+
+KEEPS: dict[str, Any] = {
+    "hook": lambda x, keep: x.register_hook(keep),
+    "detached": lambda x, keep: x.register_hook(lambda gradient: keep(gradient.detach())),
+    "view": lambda x, keep: x.register_hook(lambda gradient: keep(gradient[0])),
+    "numpy": lambda x, keep: x.register_hook(lambda gradient: keep(gradient.numpy())),
+    "node": lambda x, keep: x.grad_fn.register_prehook(lambda gradients: keep(gradients[0])),
+    "several": lambda x, keep: torch.autograd.graph.register_multi_grad_hook([x], lambda gradients: keep(gradients[0])),
+    "retain_grad": lambda x, keep: x.retain_grad(),
+}
 
 
 @pytest.mark.parametrize("kind", [Around, Sums])
@@ -132,7 +130,7 @@ def test_an_incoming_gradient_that_is_shared(kind: type[Toy]) -> None:
     assert_was_tiled(compare(model_of(kind), drive))
 
 
-@pytest.mark.parametrize("how", ["hook", "detached", "view", "numpy", "node", "several", "retain_grad"])
+@pytest.mark.parametrize("how", KEEPS)
 def test_a_gradient_that_is_kept_stays_as_it_was(how: str) -> None:
     def keep(model: nn.Module, number: int) -> Outcome:
         model.how = how

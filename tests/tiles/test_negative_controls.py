@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,10 +18,12 @@ from ds_memo.swap.engine import SwapEngine
 from ds_memo.tiles import attention_call, layer, modes, probe, recipes, weight_gradients
 from ds_memo.tiles.layer import TiledCall
 from tests.everyday import everyday
+from tests.faults import put_in
 from tests.models import Batch, Different, Outcome, step
-from tests.tiles import test_exceptions, test_hooks, test_probe, test_random_numbers
+from tests.remat import test_training
+from tests.remat.products import Flops
+from tests.tiles import test_hooks, test_probe, test_random_numbers
 from tests.tiles.rig import assert_was_tiled, assert_within, attached, compare, small, toy
-from tests.tiles.test_gradients import Executed
 
 Patch = pytest.MonkeyPatch
 
@@ -36,150 +38,107 @@ def check(name: str = "llama", **settings: Any) -> None:
     assert_was_tiled(compare(small(name), drive, **{"alpha": 0.5, "groups": 2, **settings}))
 
 
-# ---- faults
+# ---- faults: each gets the right function first
 
 
 class EarlyArguments(layer.Arguments):
-    """Tiles but the first get what belongs to tokens that are one further to the left."""
+    """Tiles but the first get what belongs to tokens that are one further to the left. The probe's tiles are right."""
 
     def tile(self, hidden: torch.Tensor, span: Span) -> Any:
         tokens = span.tokens
         return super().tile(hidden, Span(span.rows, slice(tokens.start - 1, tokens.stop - 1)) if tokens.start else span)
 
 
-def boundary_off_by_one(patch: Patch) -> None:
-    """The probe's tiles are right, those of the calls have other tokens' positions."""
-    patch.setattr(layer, "Arguments", EarlyArguments)
+def boundary_off_by_one(right: Any, *args: Any) -> EarlyArguments:
+    return EarlyArguments(*args)
 
 
-def hidden_off_by_one(patch: Patch) -> None:
+def hidden_off_by_one(right: Any, call: TiledCall, sums: Any, gathered: Any, d_hidden: torch.Tensor, d_inputs: Any) -> None:
     """The backward writes its part of d(hidden) one token early."""
-    right = TiledCall._heads_backward
-
-    def shifted(self: TiledCall, sums: Any, gathered: Any, d_hidden: torch.Tensor, d_inputs: Any) -> None:
-        right(self, sums, gathered, d_hidden, d_inputs)
-        d_hidden.copy_(d_hidden.roll(1, 1))
-
-    patch.setattr(TiledCall, "_heads_backward", shifted)
+    right(call, sums, gathered, d_hidden, d_inputs)
+    d_hidden.copy_(d_hidden.roll(1, 1))
 
 
-def neighbours_frame(patch: Patch) -> None:
+last: dict[Any, torch.Tensor] = {}
+
+
+def neighbours_frame(right: Any, engine: SwapEngine, frame: Any, kept: Any, tensor: torch.Tensor) -> None:
     """A tile is supplied from the frame of its neighbour, where that is as long."""
-    keep = SwapEngine.keep
-    last: dict[Any, torch.Tensor] = {}
-
-    def wrong(self: SwapEngine, frame: Any, kept: Any, tensor: torch.Tensor) -> None:
-        where = frame.name.rpartition(" ")[0], kept.index, tensor.shape
-        own, other = tensor.clone(), last.get(where, tensor)
-        last[where] = own
-        keep(self, frame, kept, other if "tile" in frame.name else tensor)
-
-    patch.setattr(SwapEngine, "keep", wrong)
+    where = frame.name.rpartition(" ")[0], kept.index, tensor.shape
+    own, other = tensor.clone(), last.get(where, tensor)
+    last[where] = own
+    right(engine, frame, kept, other if "tile" in frame.name else tensor)
 
 
-def corrupt_a_kept_number(patch: Patch) -> None:
-    reload = SwapEngine._reload
-
-    def corrupting(self: SwapEngine, frame: Any) -> None:
-        if frame.rows:
-            frame.rows[max(frame.rows)][0][0] += 1.0
-        reload(self, frame)
-
-    patch.setattr(SwapEngine, "_reload", corrupting)
+def corrupt_a_kept_number(right: Any, engine: SwapEngine, frame: Any) -> None:
+    if frame.rows:
+        frame.rows[max(frame.rows)][0][0] += 1.0
+    right(engine, frame)
 
 
-def forget_the_second_part_of_d_hidden(patch: Patch) -> None:
-    right = TiledCall._head_backward
-
-    def without(*args: Any) -> tuple[None]:
-        right(*args)
-        return (None,)
-
-    patch.setattr(TiledCall, "_head_backward", without)
+def forget_the_second_part_of_d_hidden(right: Any, *args: Any) -> tuple[None]:
+    right(*args)
+    return (None,)
 
 
-def wrong_group_of_heads(patch: Patch) -> None:
+def wrong_group_of_heads(right: Any, mode: Any, index: int, op: Any) -> Any:
     """Each group gets the kept output of the first."""
-    right = modes.SupplyHeads._supplied
-
-    def first(self: Any, index: int, op: Any) -> Any:
-        own, self._heads = self._heads, replace(self._heads, number=0)
-        try:
-            return right(self, index, op)
-        finally:
-            self._heads = own
-
-    patch.setattr(modes.SupplyHeads, "_supplied", first)
+    own, mode._heads = mode._heads, replace(mode._heads, number=0)
+    try:
+        return right(mode, index, op)
+    finally:
+        mode._heads = own
 
 
-def leave_out_a_product_of_the_head(patch: Patch) -> None:
+def leave_out_a_product_of_the_head(right: Any, recipe: Any) -> Any:
     """A recipe that says the first product is not needed for attention's arguments."""
-    right = recipes.TileRecipe.up_to_attention.func
-
-    def wrong(self: Any) -> Any:
-        found = right(self)
-        op = replace(found.ops[0], wanted=False)
-        return replace(found, ops=[op, *found.ops[1:]])
-
-    patch.setattr(recipes.TileRecipe, "up_to_attention", property(wrong))
+    found = right(recipe)
+    return replace(found, ops=[replace(found.ops[0], wanted=False), *found.ops[1:]])
 
 
-def last_tile_left_out(patch: Patch) -> None:
+def last_tile_left_out(right: Any, sums: Any, *args: Any) -> Any:
     """Weight gradients miss one tile."""
-    right = layer.GradientSums.backward
-    calls: Counter[int] = Counter()
-
-    def missing(self: Any, *args: Any) -> Any:
-        before = [None if total is None else total.clone() for total in self._sums]
-        found = right(self, *args)
-        calls[id(self)] += 1
-        if calls[id(self)] == 1:
-            self._sums[:] = before
-        return found
-
-    patch.setattr(layer.GradientSums, "backward", missing)
+    before = [None if total is None else total.clone() for total in sums._sums]
+    found = right(sums, *args)
+    if not hasattr(sums, "missed"):
+        sums.missed, sums._sums[:] = True, before
+    return found
 
 
-def transposed_wrongly(patch: Patch) -> None:
+def transposed_wrongly(right: Any, total: Any, a: torch.Tensor, b: torch.Tensor, dtype: Any) -> torch.Tensor:
     """Square weights' gradients come out transposed."""
-    right = weight_gradients._plus_product
-
-    def wrong(total: Any, a: torch.Tensor, b: torch.Tensor, dtype: Any) -> torch.Tensor:
-        return right(total, b.T, a.T, dtype) if a.shape[0] == b.shape[1] else right(total, a, b, dtype)
-
-    patch.setattr(weight_gradients, "_plus_product", wrong)
+    return right(total, b.T, a.T, dtype) if a.shape[0] == b.shape[1] else right(total, a, b, dtype)
 
 
-def result_of_other_tokens(patch: Patch) -> None:
+def result_of_other_tokens(right: Any, call: TiledCall, tile: Any, hidden: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
     """What follows attention gets the output of the tile before, where that is as long."""
-    right = TiledCall._tail
-
-    def wrong(self: TiledCall, tile: Any, hidden: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
-        return right(self, tile, hidden, result.roll(1, self._shapes.result.dim))
-
-    patch.setattr(TiledCall, "_tail", wrong)
+    return right(call, tile, hidden, result.roll(1, call._shapes.result.dim))
 
 
+FAULTS: dict[Callable[..., Any], tuple[Any, str]] = {
+    boundary_off_by_one: (layer, "Arguments"),
+    hidden_off_by_one: (TiledCall, "_heads_backward"),
+    neighbours_frame: (SwapEngine, "keep"),
+    corrupt_a_kept_number: (SwapEngine, "_reload"),
+    wrong_group_of_heads: (modes.SupplyHeads, "_supplied"),
+    forget_the_second_part_of_d_hidden: (TiledCall, "_head_backward"),
+    leave_out_a_product_of_the_head: (recipes.TileRecipe, "up_to_attention"),
+    last_tile_left_out: (layer.GradientSums, "backward"),
+    transposed_wrongly: (weight_gradients, "_plus_product"),
+    result_of_other_tokens: (TiledCall, "_tail"),
+}
 FAMILY = {leave_out_a_product_of_the_head: "qwen3"}
 """Llama's queries are not needed for the backward of its rotary embedding; Qwen-3's norm needs them."""
 
-FAULTS = [
-    boundary_off_by_one,
-    hidden_off_by_one,
-    neighbours_frame,
-    corrupt_a_kept_number,
-    wrong_group_of_heads,
-    forget_the_second_part_of_d_hidden,
-    leave_out_a_product_of_the_head,
-    last_tile_left_out,
-    transposed_wrongly,
-    result_of_other_tokens,
-]
 
-
-@pytest.mark.parametrize("fault", everyday(FAULTS, FAULTS[:6:2]))
-def test_is_caught_by_gradients(fault: Callable[[Patch], None], monkeypatch: Patch) -> None:
-    fault(monkeypatch)
+@pytest.mark.parametrize("fault", everyday(FAULTS, [*FAULTS][:6:2]))
+def test_is_caught_by_gradients(fault: Callable[..., Any], monkeypatch: Patch) -> None:
+    owner, name = FAULTS[fault]
+    if fault is leave_out_a_product_of_the_head:
+        right = owner.up_to_attention.func
+        monkeypatch.setattr(owner, name, property(lambda recipe: fault(right, recipe)))
+    else:
+        put_in(monkeypatch, owner, name, fault)
     with pytest.raises(AssertionError, match=r"gradients|Scalars are not close"):
         check(FAMILY.get(fault, "llama"))
 
@@ -207,14 +166,12 @@ def test_the_comparison_itself() -> None:
 @pytest.mark.slow
 def test_a_boundary_that_the_probe_shares_is_caught_by_gradients(monkeypatch: Patch) -> None:
     """The layer's slices of a mask or of positions are right, those of hidden states are not."""
-    right = layer.part
 
-    def shifted(tensor: torch.Tensor, span: Span, dim: int) -> torch.Tensor:
+    def shifted(right: Any, tensor: torch.Tensor, span: Span, dim: int) -> torch.Tensor:
         late = span.tokens.stop < tensor.shape[dim]
-        tokens = slice(span.tokens.start + late, span.tokens.stop + late)
-        return right(tensor, Span(span.rows, tokens), dim)
+        return right(tensor, Span(span.rows, slice(span.tokens.start + late, span.tokens.stop + late)), dim)
 
-    monkeypatch.setattr(layer, "part", shifted)
+    put_in(monkeypatch, layer, "part", shifted)
     with pytest.raises(AssertionError):
         check()
 
@@ -243,13 +200,7 @@ def test_a_gradient_that_no_one_else_holds_is_overwritten(monkeypatch: Patch) ->
     with attached(model):
         step(model, batch)
         found: list[bool] = []
-        backward = TiledCall.backward
-
-        def seen(self: TiledCall, gradient: torch.Tensor, may_overwrite: bool) -> Any:
-            found.append(may_overwrite)
-            return backward(self, gradient, may_overwrite)
-
-        monkeypatch.setattr(TiledCall, "backward", seen)
+        put_in(monkeypatch, TiledCall, "backward", lambda right, *args: found.append(args[2]) or right(*args))
         step(model, batch)
         assert found == [True, True]
 
@@ -290,25 +241,23 @@ def test_a_check_that_compares_nothing(monkeypatch: Patch) -> None:
 
 @pytest.mark.parametrize("part", ["_tail_backward", "_head_backward"])
 def test_a_part_of_another_inputs_gradient_is_forgotten(part: str, monkeypatch: Patch) -> None:
-    right = getattr(TiledCall, part)
     own = {"_tail_backward": 2, "_head_backward": 1}[part]
 
-    def without(*args: Any) -> tuple[Any, ...]:
+    def without(right: Any, *args: Any) -> tuple[Any, ...]:
         found = right(*args)
         return *found[:own], *(None for _ in found[own:])
 
-    monkeypatch.setattr(TiledCall, part, without)
+    put_in(monkeypatch, TiledCall, part, without)
     with pytest.raises(Different, match="memory"):
         test_probe.test_several_differentiable_inputs(test_probe.Adds, 0.5, 5)
 
 
 def test_another_inputs_gradient_of_neighbouring_tokens(monkeypatch: Patch) -> None:
-    right = layer.Arguments.add
+    def early(right: Any, *args: Any) -> None:
+        *rest, gradients = args
+        right(*rest, [None if gradient is None else gradient.roll(1, 1) for gradient in gradients])
 
-    def early(self: layer.Arguments, totals: Any, span: Span, gradients: Any) -> None:
-        right(self, totals, span, [None if gradient is None else gradient.roll(1, 1) for gradient in gradients])
-
-    monkeypatch.setattr(layer.Arguments, "add", early)
+    put_in(monkeypatch, layer.Arguments, "add", early)
     with pytest.raises(Different, match="memory"):
         test_probe.test_several_differentiable_inputs(test_probe.AddsBehind, 0.5, 5)
 
@@ -335,49 +284,40 @@ def test_a_probe_of_one_sequence(monkeypatch: Patch) -> None:
 
 
 def test_other_random_numbers_in_the_backward(monkeypatch: Patch) -> None:
-    seeded = TiledCall._seeded
-    calls: Counter[str] = Counter()
-
-    def other(self: TiledCall, seed: int | None) -> Any:
-        calls["all"] += 1
-        return seeded(self, seed if seed is None else seed + calls["all"])
-
-    monkeypatch.setattr(TiledCall, "_seeded", other)
+    calls = itertools.count(1)
+    put_in(monkeypatch, TiledCall, "_seeded", lambda right, call, seed: right(call, seed if seed is None else seed + next(calls)))
     with pytest.raises(AssertionError):
         test_random_numbers.test_a_backward_uses_the_forwards_dropout("dropout", 0.5)
 
 
 @pytest.mark.slow
 def test_one_seed_for_all_tiles(monkeypatch: Patch) -> None:
-    seeded = TiledCall._seeded
-    monkeypatch.setattr(TiledCall, "_seeded", lambda self, seed: seeded(self, seed if seed is None else 1))
+    put_in(monkeypatch, TiledCall, "_seeded", lambda right, call, seed: right(call, seed if seed is None else 1))
     with pytest.raises(AssertionError):
         test_random_numbers.test_dropout_differs_among_tiles_steps_and_layers_and_comes_again_with_a_seed()
 
 
 def test_attention_that_runs_again(monkeypatch: Patch) -> None:
     """Its kept output is not supplied: gradients are right, and both counts show it."""
-    right = modes.SupplyHeads.__torch_dispatch__
 
-    def recompute(self: Any, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def recompute(right: Any, mode: Any, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func not in ATTENTION:
-            return right(self, func, types, args, kwargs)
-        self._next += 1
+            return right(mode, func, types, args, kwargs)
+        mode._next += 1
         return func(*args, **(kwargs or {}))
 
-    monkeypatch.setattr(modes.SupplyHeads, "__torch_dispatch__", recompute)
+    put_in(monkeypatch, modes.SupplyHeads, "__torch_dispatch__", recompute)
     model, batch = toy(), Batch.random(2, 23)
     with attached(model):
         step(model, batch)
-        with Executed() as seen:
+        with Flops() as seen:
             step(model, batch)
     assert seen.attention == 2 * 2
 
 
 def test_products_that_run_again(monkeypatch: Patch) -> None:
     """A stored tile's products are computed: the share of recomputed FLOPs shows it."""
-    right = recipes.make_recipe
-    monkeypatch.setattr(recipes, "make_recipe", lambda observed, alpha: right(observed, 0.0))
+    put_in(monkeypatch, recipes, "make_recipe", lambda right, observed, alpha: right(observed, 0.0))
     report = compare(toy(), drive, alpha=1.0)
     assert report["gemm_flops_recomputed_fraction"] > 0.3
 
@@ -385,15 +325,9 @@ def test_products_that_run_again(monkeypatch: Patch) -> None:
 def test_graphs_that_are_kept_alive(monkeypatch: Patch, frames: Any) -> None:
     """A leak of frames is seen."""
     kept: list[Any] = []
-    init = TiledCall.__init__
-
-    def keep(self: TiledCall, *args: Any) -> None:
-        kept.append(self)
-        init(self, *args)
-
-    monkeypatch.setattr(TiledCall, "__init__", keep)
+    put_in(monkeypatch, TiledCall, "__init__", lambda right, *args: kept.append(args[0]) or right(*args))
     with pytest.raises(AssertionError):
-        test_exceptions.test_graphs_that_are_dropped(frames)
+        test_training.test_a_graph_dropped_without_a_backward("tiles", frames)
     kept.clear()
 
 

@@ -11,16 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.models import HIDDEN, Block, Outcome, gradients
-from tests.tiles.rig import (
-    BATCH,
-    assert_was_tiled,
-    compare,
-    drive,
-    layers_of,
-    lora,
-    small,
-    toy,
-)
+from tests.tiles.rig import BATCH, assert_was_tiled, compare, drive, lora, small, toy
 
 
 def without_trained_embeddings(model: nn.Module, number: int) -> Outcome:
@@ -28,15 +19,6 @@ def without_trained_embeddings(model: nn.Module, number: int) -> Outcome:
     loss = model(inputs_embeds=BATCH.embeds, labels=BATCH.labels).loss
     loss.backward()
     return Outcome(loss.detach(), gradients(model))
-
-
-@pytest.mark.parametrize("frozen", [0, 1])
-def test_a_frozen_layer(frozen: int) -> None:
-    def thaw(model: nn.Module, number: int) -> Outcome:
-        layers_of(model)[frozen].requires_grad_(number == 2)
-        return without_trained_embeddings(model, number)
-
-    compare(toy(), thaw, steps=3)
 
 
 @pytest.mark.parametrize("settings", [{"alpha": 0.0}, {"alpha": 1.0}, {"alpha": 1.0, "resident_layers": 3}], ids=str)
@@ -133,24 +115,3 @@ def test_products_of_weights_are_not_stored_for_each_tile(make: Callable[[], nn.
 
 def test_adapters_on_frozen_weights() -> None:
     assert_was_tiled(compare(lora(small("llama"), 0.0, ["q_proj", "up_proj", "down_proj"]), drive, alpha=0.5))
-
-
-def test_autocast() -> None:
-    def cast(model: nn.Module, number: int) -> Outcome:
-        embeds = BATCH.embeds.clone().requires_grad_()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = model(inputs_embeds=embeds, labels=BATCH.labels).loss
-        loss.backward()
-        return Outcome(loss.detach(), {**gradients(model), "the input": embeds.grad})
-
-    assert_was_tiled(compare(small("llama"), cast, tolerance=1e-2, groups=2))
-
-
-def test_autocast_in_every_second_step() -> None:
-    def cast(model: nn.Module, number: int) -> Outcome:
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=number % 2 == 1):
-            loss = model(inputs_embeds=BATCH.embeds, labels=BATCH.labels).loss
-        loss.backward()
-        return Outcome(loss.detach(), gradients(model))
-
-    assert_was_tiled(compare(small("plain"), cast, steps=4, tolerance=1e-2))

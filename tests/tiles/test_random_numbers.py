@@ -10,13 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.models import Batch, Block, step
-from tests.tiles.rig import (
-    BATCH,
-    attached,
-    lora,
-    tiled_layers,
-    toy,
-)
+from tests.tiles.rig import BATCH, attached, lora, tiled_layers, toy
 
 
 def slope(model: nn.Module, batch: Batch, seed: int) -> tuple[float, float]:

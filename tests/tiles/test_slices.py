@@ -39,11 +39,6 @@ def test_tiles_have_two_lengths_at_most_and_long_ones_are_even() -> None:
         assert len(sizes) <= -(-length // tile) + 1
 
 
-def test_a_tile_of_everything() -> None:
-    assert spans(2, 33, 66) == [Span(slice(0, 2), slice(0, 33))]
-    assert len(spans(2, 33, 65)) == 2
-
-
 BATCH, LENGTH = 2, 7
 HIDDEN = torch.randn(BATCH, LENGTH, 5)
 
@@ -80,20 +75,6 @@ def test_an_argument_is_cut_along_its_tokens(tensor: torch.Tensor, want) -> None
         assert wholes.get(id(got), got) is tensor
     assert kwargs["named"][1:] == (None, "text")
     assert torch.equal(args[0], HIDDEN[1:2, 3:5])
-
-
-def test_a_batch_as_large_as_the_length() -> None:
-    hidden, positions = torch.randn(6, 6, 5), torch.arange(36).view(6, 6)
-    span = Span(slice(2, 4), slice(0, 6))
-    args, _, _ = Arguments((hidden, positions), {}).tile(part(hidden, span, 1), span)
-    assert torch.equal(args[1], positions[2:4])
-
-
-def test_a_table_as_wide_as_it_is_long() -> None:
-    """Rotary tables (1, s, d) where d is s."""
-    table = torch.randn(1, LENGTH, LENGTH)
-    span = Span(slice(1, 2), slice(3, 5))
-    assert cut(span, table)[0][1].shape == (1, 2, LENGTH)
 
 
 def test_the_first_tokens_of_a_mask() -> None:
