@@ -1,4 +1,4 @@
-"""What DeepSpeed's engine takes beside the layers: gradients, the buckets in which they are reduced, flat copies of them."""
+"""What DeepSpeed's engine takes beside the layers, what it leaves open to be solved for, how far the host runs ahead of it."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from tests.faults import put_in
 from tests.inside import inside
 from tests.models import Batch, build
 from tests.placements import sets
+from tests.remat.situations import Log
 
 pytestmark = [*ON_ONE_CPU_RANK, pytest.mark.usefixtures("own_cache")]
 OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
@@ -148,28 +149,14 @@ def test_a_large_head_is_told_once() -> None:
 # ---- the host runs no further ahead of the device than two layers
 
 
-class Device:
+class Device(Log):
     """An observer that logs the marks that the host waited for and the events, in order."""
 
-    def __init__(self) -> None:
-        self.log: list[Any] = []
-        self.marks = 0
+    marks = 0
 
     def mark(self) -> Any:
         self.marks += 1
         return Mark(self, self.marks)
-
-    def layer_begins(self, layer: int) -> None:
-        self.log.append(("begins", layer))
-
-    def layer_ends(self, layer: int) -> None:
-        self.log.append(("ends", layer))
-
-    def layer_replays(self, layer: int) -> None:
-        self.log.append(("replays", layer))
-
-    def interrupted(self) -> None:
-        self.log.append("interrupted")
 
 
 class Mark:
@@ -177,7 +164,7 @@ class Mark:
         self.device, self.number = device, number
 
     def synchronize(self) -> None:
-        self.device.log.append(self.number)
+        self.device.append(self.number)
 
 
 def test_a_layer_waits_for_the_one_before_the_last() -> None:
@@ -193,7 +180,7 @@ def test_a_layer_waits_for_the_one_before_the_last() -> None:
         for observer in (limit, device):
             observer.layer_replays(layer)
     forward = [("begins", 0), ("ends", 0), ("begins", 1), ("ends", 1), 1, ("begins", 2), ("ends", 2)]
-    assert AHEAD == 2 and device.log == [*forward, 2, ("replays", 2), 3, ("replays", 1)]
+    assert AHEAD == 2 and device == [*forward, 2, ("replays", 2), 3, ("replays", 1)]
 
 
 def test_nobody_waits_for_a_pass_that_was_interrupted() -> None:
@@ -204,7 +191,7 @@ def test_nobody_waits_for_a_pass_that_was_interrupted() -> None:
     limit.interrupted()
     for layer in range(AHEAD):
         limit.layer_begins(layer)
-    assert device.marks == 2 * AHEAD and device.log == []
+    assert device.marks == 2 * AHEAD and device == []
 
 
 @pytest.mark.slow
@@ -221,7 +208,7 @@ def test_layers_that_are_gathered_tell_when_they_run(meets: bool, monkeypatch: p
     engine.destroy()
     forward = [(what, layer) for layer in range(4) for what in ("begins", "ends")]
     backward = [("replays", layer) for layer in reversed(range(4))]
-    assert plain and device.log == ([*forward, *backward] * 2 if meets else [])
+    assert plain and device == ([*forward, *backward] * 2 if meets else [])
 
 
 # ---- what an engine leaves open is profiled and solved for

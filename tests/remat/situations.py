@@ -79,6 +79,22 @@ class Lines(nn.Module):
         self.norm = nn.LayerNorm(HIDDEN)
 
 
+class Log(list):
+    """An observer that notes the events."""
+
+    def layer_begins(self, layer: int) -> None:
+        self.append(("begins", layer))
+
+    def layer_ends(self, layer: int) -> None:
+        self.append(("ends", layer))
+
+    def layer_replays(self, layer: int) -> None:
+        self.append(("replays", layer))
+
+    def interrupted(self) -> None:
+        self.append("interrupted")
+
+
 def assert_nothing_leaked(handle: Any, frames: weakref.WeakSet[Frame]) -> None:
     if frames:
         gc.collect()  # a traceback may hold them in a reference cycle

@@ -1,4 +1,4 @@
-"""Medians between optimizer steps, and MFU where it is known."""
+"""Medians between optimizer steps, MFU where it is known, and who is told of a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the modes of tiles are on the stack, and layers that do something else in another call."""
+"""Where the modes of tiles are on the stack, layers that do something else in another call, and models in two threads."""
 
 from __future__ import annotations
 

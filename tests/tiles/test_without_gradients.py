@@ -1,4 +1,4 @@
-"""Calls without gradients: evaluation, a reference pass, generation. Layers run in tiles, keep nothing, and training goes on."""
+"""Calls without gradients (evaluation, a reference pass, generation) in tiles keep nothing. Norms beside the layers, too."""
 
 from __future__ import annotations
 
