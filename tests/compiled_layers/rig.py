@@ -17,7 +17,6 @@ import ds_memo
 from ds_memo.compiled_layers import ops, torch_private
 from tests.models import Batch, Outcome, step
 
-BACKENDS = ("aot_eager", "inductor")
 TOLERANCE = 2e-6
 """Largest relative difference of a gradient, as between two compiled runs of stock that differ in what is saved
 (test_gradients.py measures that)."""
