@@ -18,7 +18,6 @@ import shlex
 import shutil
 import signal
 import subprocess
-import sys
 import sysconfig
 import time
 from collections.abc import Callable, Iterator
@@ -36,25 +35,6 @@ LONGEST_S = 600.0
 _CHECKSUM = 64  # bytes of hexadecimal digits
 _SCRATCH = "build-"
 _FAULT = re.compile(r"\b(error|cannot|undefined|No space)\b")
-
-_SUPERVISOR = """
-import ctypes, os, shutil, signal, subprocess, sys
-
-def end(*_):
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    os.killpg(0, signal.SIGTERM)
-    shutil.rmtree(scratch, ignore_errors=True)
-    os.killpg(0, signal.SIGKILL)
-
-parent, scratch, *command = sys.argv[1:]
-signal.signal(signal.SIGTERM, end)
-ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
-if os.getppid() != int(parent):
-    end()
-sys.exit(subprocess.call(command))
-"""
-"""Program that leads a compiler's process group. When this process dies, it ends the group and removes the folder: the kernel's
-signal reaches one process only, and a compiler is several."""
 
 
 class Unavailable(MemoError):
@@ -207,8 +187,7 @@ def _compiled(library: Library, cxx: list[str], scratch: Path, deadline: float) 
     command = [*cxx, *library.flags, str(library.source), "-o", str(out), *library.links]
     with open(os.memfd_create("said"), "w+b") as log:  # the disk may be full; a compiler's leftovers hold a pipe open
         process = subprocess.Popen(
-            [sys.executable, "-I", "-c", _SUPERVISOR, str(os.getpid()), str(scratch), *command],
-            stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
             env={**os.environ, "TMPDIR": str(scratch)},
         )  # fmt: skip
         try:
@@ -216,7 +195,7 @@ def _compiled(library: Library, cxx: list[str], scratch: Path, deadline: float) 
         except subprocess.TimeoutExpired:
             raise Unavailable(f"{cxx[0]} was not done when the time limit ended") from None
         finally:
-            if process.returncode is None:
+            if process.returncode is None:  # a compiler is several processes
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
         log.seek(0)

@@ -15,8 +15,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ds_memo.errors import MemoError
 from ds_memo.profile.gathered_params import gathered
 from ds_memo.remat.checkpoint import Layer, OwnForward, Remat
+from ds_memo.remat.layer_state import unchanged
 from ds_memo.remat.modes import inside_a_layer
-from ds_memo.remat.module_state import unchanged
 from ds_memo.remat.random_states import KeepsGiven, forked
 from ds_memo.remat.tensors import tensor_leaves
 from ds_memo.remat.undo import Undoing

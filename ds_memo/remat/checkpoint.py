@@ -22,9 +22,8 @@ from ds_memo.remat.analyse import Analyse
 from ds_memo.remat.call import Call, Work
 from ds_memo.remat.diagnostics import diagnose
 from ds_memo.remat.inputs import DeviceInput, Lifted, analysing_pack, lift_keywords, recording_pack, unpack
-from ds_memo.remat.layer_state import TOO_LARGE, LayerState
-from ds_memo.remat.modes import inside_a_checkpoint, inside_a_layer, keep_dynamo_out, under_torch_checkpoint
-from ds_memo.remat.module_state import tensors_of
+from ds_memo.remat.layer_state import TOO_LARGE, LayerState, tensors_of
+from ds_memo.remat.modes import inside_a_checkpoint, inside_a_layer, keep_dynamo_out, under_a_checkpoint
 from ds_memo.remat.random_states import from_current_states
 from ds_memo.remat.recipe import Observed, Recipe, make_recipe
 from ds_memo.remat.record import Record
@@ -254,7 +253,7 @@ class Remat:
         return changed(self, "_instead", run)
 
     def _run_without_gradients(self, layer: Layer, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        if self._tiler is not None and not under_torch_checkpoint():  # a reentrant one, whose second run is whole
+        if self._tiler is not None and not under_a_checkpoint(up_to=""):  # a reentrant one, whose second run is whole
             tiled = self._tiler.prepare(self, layer, fn, args, kwargs, None)
             if tiled is not None:
                 with suppress(CannotTile):

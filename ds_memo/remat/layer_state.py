@@ -1,16 +1,17 @@
-"""The state that a layer's replay needs and must leave alone: that of its modules before the forward.
+"""A layer's state beside its gradients, which runs outside the training pass need as it was and must leave alone.
 
 Settings    plain attributes (flags, numbers, the active adapter), buffers by reference, hooks, `requires_grad`. All parts of the
             layer have them. A call notes them, and its replay compares
 Values      what a part writes in place: the bytes of its buffers, lists and dicts, its generators. The layer's first call shows
             which parts write; only these are copied in later calls
 
-A replay gets copies of its own of what it writes, and its writes are dropped.
+A replay, a probe and a measurement get copies of their own of what they write, and their writes are dropped.
 """
 
 from __future__ import annotations
 
 import operator
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -19,11 +20,14 @@ import torch
 from torch import nn
 
 from ds_memo.errors import MemoError
-from ds_memo.remat.module_state import MISSING, SMALL, Snapshot, alike, contents_of, copied, fill_with, is_foreign, is_small
-from ds_memo.remat.random_states import GLOBAL_GENERATORS, set_states, state_of, states_of
+from ds_memo.remat.random_states import GENERATORS, GLOBAL_GENERATORS, another, set_states, state_of, states_of
 from ds_memo.remat.tensors import storage_of
 from ds_memo.remat.undo import Undoing
 
+SMALL = 1 << 20
+"""Bytes. A larger tensor is a table or a quantised weight: no forward changes it, and a copy may not fit."""
+_MISSING: Any = object()
+_CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, set, deque)
 _HOOKS = (
     "_forward_hooks",
     "_forward_hooks_with_kwargs",
@@ -96,7 +100,7 @@ class Part:
                 if not is_foreign(name):
                     del table[name]
         for name, value in zip(settings.names, settings.values, strict=True):
-            if table.get(name, MISSING) is not value:
+            if table.get(name, _MISSING) is not value:
                 table[name] = value
         for name, buffer in zip(table["_buffers"], settings.buffers, strict=False):
             table["_buffers"][name] = buffer
@@ -104,12 +108,21 @@ class Part:
             for name, contents in zip(_HOOKS, settings.hooks or ([],) * len(_HOOKS), strict=True):
                 fill_with(table[name], contents)
 
-    def add_to(self, snapshot: Snapshot) -> None:
-        """Add what :meth:`put_in` and a replay change."""
-        snapshot.add_table(self.table)
-        snapshot.add_table(self.table["_buffers"])
-        for name in _HOOKS:
-            snapshot.add_container(self.table[name])
+    def snapshot(self) -> Callable[[], None]:
+        """Return a function that puts back, in place, what :meth:`put_in` and a run may change. DeepSpeed's attributes stay."""
+        table = self.table
+        own = {name: value for name, value in table.items() if not is_foreign(name)}
+        held = [(value, contents_of(value)) for name in _OF_EVERY_MODULE if type(value := table.get(name)) in _CONTAINERS]
+
+        def put_back() -> None:
+            for name in table.keys() - own.keys():
+                if not is_foreign(name):
+                    del table[name]
+            table.update(own)
+            for container, contents in held:
+                fill_with(container, contents)
+
+        return put_back
 
     def places(self) -> Iterator[tuple[dict[str, Any], str, Any]]:
         """Yield each table, name and value of its attributes and buffers."""
@@ -262,16 +275,16 @@ class Before:
         others = [
             (part, settings)
             for part, settings in zip(state.parts, self._settings, strict=True)
-            if part.writes or not settings.are(part.settings())
+            if part.writes or self._learns or not settings.are(part.settings())
         ]
-        now = Snapshot()
-        for part, _ in others:
-            part.add_to(now)
-        now.generators = states_of(generator for generator, _ in self._states)
+        snapshots = [part.snapshot() for part, _ in others]
+        drawn = states_of(generator for generator, _ in self._states)
         trained = [parameter.requires_grad for parameter in state.parameters]
 
         def put_back() -> None:
-            now.put_back()
+            for snapshot in snapshots:
+                snapshot()
+            set_states(drawn)
             _train(state.parameters, trained)
 
         with Undoing(put_back):
@@ -304,6 +317,7 @@ class _Copy:
 
     def __init__(self, value: Any, copies: dict[int, Any]) -> None:
         self._large = None
+        self._in_graph = isinstance(value, torch.Tensor) and value.requires_grad
         if isinstance(value, torch.Tensor) and not is_small(value):
             self._large = id(value), None if value.is_inference() else value._version
         else:
@@ -320,8 +334,8 @@ class _Copy:
         return same and self._large[1] is not None and now._version != self._large[1]
 
     def put_in(self, table: dict[str, Any], name: str, copies: dict[int, Any]) -> None:
-        """Bind the name to a copy of its own. Large tensors stay."""
-        if self._large is None:
+        """Bind the name to a copy of its own. Large tensors stay, and those that need a gradient."""
+        if self._large is None and not self._in_graph:
             table[name] = copied(self._value, copies)
 
 
@@ -329,6 +343,100 @@ def _train(parameters: list[nn.Parameter], flags: list[bool]) -> None:
     for parameter, flag in zip(parameters, flags, strict=True):
         if parameter.requires_grad is not flag:
             parameter.requires_grad_(flag)
+
+
+@contextmanager
+def unchanged(module: nn.Module) -> Iterator[None]:
+    """Have the block run a module on copies of its state, which are dropped: attributes, lists and dicts that they hold, buffers,
+    hooks, generators, flags.
+
+    What the block does to parameters, and to buffers above SMALL, stays.
+    """
+    with LayerState("", module).before(learns=True).put_in():
+        yield
+
+
+def is_foreign(name: str) -> bool:
+    """Return True for an attribute that DeepSpeed keeps in modules: its hooks count by it in every run."""
+    return name.startswith(("ds_", "applied_pre_backward", "_original_parameters", "_external_params"))
+
+
+def is_small(tensor: torch.Tensor) -> bool:
+    """Return True if a tensor is copied and its bytes are compared."""
+    plain = type(tensor) in (torch.Tensor, nn.Parameter) and torch._C._has_storage(tensor)
+    return plain and tensor.nbytes <= SMALL and not (tensor.is_meta or tensor.is_inference())
+
+
+def tensors_of(module: nn.Module) -> list[torch.Tensor]:
+    """Return a module's parameters and buffers, and the tensors that its parts hold as plain attributes."""
+    attributes = (value for part in module.modules() for value in vars(part).values() if isinstance(value, torch.Tensor))
+    return [*module.parameters(), *module.buffers(), *attributes]
+
+
+def contents_of(container: Any) -> list[Any]:
+    """Return what a container holds: for a dict, names and values by turns."""
+    if isinstance(container, dict):
+        return [one for item in container.items() for one in item]
+    return list(container)
+
+
+def fill_with(container: Any, contents: list[Any]) -> None:
+    """Have a container hold again what :func:`contents_of` returned."""
+    now = contents_of(container)
+    if len(now) == len(contents) and all(map(operator.is_, now, contents)):
+        return
+    container.clear()
+    if isinstance(container, dict):
+        container.update(zip(contents[::2], contents[1::2], strict=True))
+    elif isinstance(container, set):
+        container.update(contents)
+    else:
+        container.extend(contents)
+
+
+def copied(value: Any, copies: dict[int, Any]) -> Any:
+    """Return a value that no write to the original reaches: small tensors, generators, containers and what is in them.
+
+    Args:
+        copies: by id of the original: what two attributes share, their copies share.
+    """
+    if id(value) in copies:
+        return copies[id(value)]
+    if isinstance(value, torch.Tensor):
+        made = value.detach().clone() if is_small(value) and not isinstance(value, nn.Parameter) else value
+    elif type(value) is tuple:
+        made = tuple([copied(inner, copies) for inner in value])
+    elif type(value) in _CONTAINERS:
+        made = value.copy()
+        fill_with(made, [copied(inner, copies) for inner in contents_of(value)])
+    elif isinstance(value, GENERATORS):
+        made = another(value)
+    else:
+        return value
+    copies[id(value)] = made
+    return made
+
+
+def alike(a: Any, b: Any) -> bool:
+    """Return True if two values are the same object, or equal as far as :func:`copied` copies."""
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, torch.Tensor):
+        return is_small(a) and same_bytes(a, b)
+    if type(a) in (*_CONTAINERS, tuple):
+        return len(a) == len(b) and all(map(alike, contents_of(a), contents_of(b)))
+    if isinstance(a, GENERATORS):
+        return state_of(a) == state_of(b)
+    return isinstance(a, (bool, int, float, complex, str, bytes)) and a == b
+
+
+def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return True if two tensors have the same dtype, shape and bytes. NaN equals NaN."""
+    if a.dtype != b.dtype or a.shape != b.shape or a.device != b.device:
+        return False
+    return torch.equal(*(x.detach().reshape(-1).contiguous().view(torch.uint8) for x in (a, b)))
 
 
 TOO_LARGE = (

@@ -45,25 +45,18 @@ def inside_a_layer() -> bool:
     return _thread.in_tiles or any(isinstance(mode, Mode) for mode in _get_current_dispatch_mode_stack())
 
 
-def under_a_checkpoint() -> bool:
-    """Return True if the current op runs under a torch.utils.checkpoint inside the layer.
+def under_a_checkpoint(up_to: str = "ds_memo.remat.checkpoint") -> bool:
+    """Return True if the current op runs under a torch.utils.checkpoint inside the layer. It is recomputed, outside our modes.
 
-    Such an op is recomputed in the backward, outside our modes.
+    Args:
+        up_to: the module that runs layers, where the search ends; empty: search all callers.
     """
     frame = sys._getframe(1)
-    while frame is not None and (name := frame.f_globals.get("__name__")) != "ds_memo.remat.checkpoint":
+    while frame is not None and (name := frame.f_globals.get("__name__")) != up_to:
         if name == "torch.utils.checkpoint":
             return True
         frame = frame.f_back
     return False
-
-
-def under_torch_checkpoint() -> bool:
-    """Return True if the current op runs under any torch.utils.checkpoint, a layer's replay included."""
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__") != "torch.utils.checkpoint":
-        frame = frame.f_back
-    return frame is not None
 
 
 def inside_a_checkpoint() -> bool:

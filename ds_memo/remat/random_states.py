@@ -74,25 +74,35 @@ def another(generator: Any) -> Any:
     return made
 
 
+def own_states(device: torch.device) -> list[tuple[Any, bytes]]:
+    """Return PyTorch's own generators, of the host and of a device, with their states."""
+    return states_of(dict.fromkeys((torch.default_generator, generator_of(device))))
+
+
 @contextmanager
 def forked(device: torch.device, given: Iterable[torch.Generator] = ()) -> Iterator[None]:
     """Restore all generators of this device and the host at the end of the block, and those given."""
     states = states_of([*GLOBAL_GENERATORS.values(), *given])  # Whisper masks its input with NumPy's
-    with Undoing(partial(set_states, states)), _own_forked(device), _named_kept():
+    with Undoing(partial(set_states, [*own_states(device), *states])), _named_kept():
         yield
 
 
 @contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
     """Draw from a seed inside the block: PyTorch's generators of this device and the host. Others are not touched."""
-    with _own_forked(device):
-        for generator in {torch.default_generator, generator_of(device)}:
+    states = own_states(device)
+    with Undoing(partial(set_states, states)):
+        for generator, _ in states:
             generator.manual_seed(seed)
         yield
 
 
-def _own_forked(device: torch.device) -> Any:
-    return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
+@contextmanager
+def drawing_from(states: list[tuple[Any, bytes]], device: torch.device) -> Iterator[None]:
+    """Draw from these of :func:`own_states` inside the block."""
+    with forked(device):
+        set_states(states)
+        yield
 
 
 class KeepsGiven(SkipsCompiled):
@@ -140,14 +150,15 @@ def from_current_states(fn: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-@contextmanager
-def _named_kept() -> Iterator[None]:
+def _named_kept() -> Undoing:
+    """Restore the named states at the end of the block."""
     states = _named()
-    try:
-        yield
-    finally:
+
+    def put_back() -> None:
         for tracker, named in states:
             tracker.set_states(named)
+
+    return Undoing(put_back)
 
 
 def _named() -> list[tuple[Any, dict[str, torch.Tensor]]]:

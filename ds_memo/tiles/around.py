@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -13,11 +13,10 @@ from torch import nn
 
 from ds_memo.errors import MemoError
 from ds_memo.remat.modes import inside_tiles
-from ds_memo.remat.random_states import forked, generator_of
 from ds_memo.remat.undo import Undoing
 
-Autocast = tuple[tuple[str, torch.dtype], ...]
-"""Devices on which autocast is on, with its dtypes."""
+Autocast = tuple[tuple[str, bool, torch.dtype], ...]
+"""Devices, True if autocast is on there, and its dtypes."""
 
 
 @contextmanager
@@ -60,65 +59,32 @@ def see_products_of_zero3() -> None:
     function.apply = linear
 
 
-def generators(device: torch.device) -> list[bytes]:
-    """Return the states of PyTorch's generators, of the host and of a device."""
-    used = dict.fromkeys((torch.default_generator, generator_of(device)))
-    return [generator.get_state().numpy().tobytes() for generator in used]
-
-
-def set_generators(states: list[bytes] | None, device: torch.device) -> None:
-    """Give the generators the states that they had; None: leave them."""
-    for generator, state in zip(dict.fromkeys((torch.default_generator, generator_of(device))), states or (), strict=False):
-        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
-
-
-@contextmanager
-def from_generators(states: list[bytes] | None, device: torch.device) -> Iterator[None]:
-    """Draw random numbers from these states inside the block; None: nothing draws."""
-    if states is None:
-        yield
-        return
-    with forked(device):
-        set_generators(states, device)
-        yield
-
-
 def autocast_now() -> Autocast:
-    return tuple((device, torch.get_autocast_dtype(device)) for device in ("cuda", "cpu") if torch.is_autocast_enabled(device))
+    return tuple((device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cuda", "cpu"))
 
 
 @contextmanager
-def autocast_again(autocast: Autocast) -> Iterator[None]:
-    """Switch autocast on inside the block, as it was."""
-    if not autocast:
+def autocast_as(autocast: Autocast) -> Iterator[None]:
+    """Have autocast as it was, inside the block. Its casts of weights are kept for the next tile.
+
+    This does what torch.autocast does, but for the count of such blocks, which Ctrl-C could leave too high.
+    """
+    before = autocast_now()
+    if before == autocast:  # the usual case, several times per tile
         yield
         return
-    with Undoing(torch.clear_autocast_cache), _autocast({device: (True, dtype) for device, dtype in autocast}):
-        yield
-
-
-@contextmanager
-def without_autocast() -> Iterator[None]:
-    """Switch autocast off inside the block, as it is in a backward. Its casts of weights are kept for the next tile."""
-    autocast = autocast_now()
-    if not autocast:  # the usual case, several times per tile
-        yield
-        return
-    with _autocast({device: (False, dtype) for device, dtype in autocast}):
-        yield
-
-
-@contextmanager
-def _autocast(states: dict[str, tuple[bool, torch.dtype]]) -> Iterator[None]:
-    """Do what torch.autocast does, but for the count of such blocks, which Ctrl-C could leave too high."""
-    before = {device: (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in states}
     with Undoing(functools.partial(_set_autocast, before)):
-        _set_autocast(states)
+        _set_autocast(autocast)
         yield
 
 
-def _set_autocast(states: dict[str, tuple[bool, torch.dtype]]) -> None:
-    for device, (enabled, dtype) in states.items():
+def without_autocast() -> AbstractContextManager[None]:
+    """Switch autocast off inside the block, as it is in a backward."""
+    return autocast_as(tuple((device, False, dtype) for device, _, dtype in autocast_now()))
+
+
+def _set_autocast(autocast: Autocast) -> None:
+    for device, enabled, dtype in autocast:
         torch.set_autocast_enabled(device, enabled)
         torch.set_autocast_dtype(device, dtype)
 

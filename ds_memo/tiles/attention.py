@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,100 +22,53 @@ from ds_memo.head_groups import ALL_HEADS, HeadGroup, head_groups
 from ds_memo.placement import GEMMS_RECOMPUTED, Placement
 from ds_memo.remat.analyse import Analyse
 from ds_memo.remat.call import Call
-from ds_memo.remat.checkpoint import CannotTile, Layer, Remat
+from ds_memo.remat.checkpoint import CannotTile, Remat
 from ds_memo.remat.functions import FunctionCall
-from ds_memo.remat.recipe import Observed, ObservedSavedOp, Recipe, make_recipe
+from ds_memo.remat.random_states import drawing_from, own_states
+from ds_memo.remat.recipe import Observed, ObservedSavedOp, make_recipe
 from ds_memo.remat.record import Record
 from ds_memo.remat.tensors import storage_of, tensor_leaves
 from ds_memo.swap.frame import Frame, lie_alike
-from ds_memo.tiles.around import dropping, from_generators, generators, without_autocast
+from ds_memo.tiles.around import dropping, without_autocast
 from ds_memo.tiles.attention_call import Gathered
 from ds_memo.tiles.modes import SupplyHeads, may_split_heads
-from ds_memo.tiles.probe import Shapes
+from ds_memo.tiles.recipes import AttentionRecipe, Output, TiledLayer, remember
 from ds_memo.tiles.weight_gradients import GradientSums
-
-_REMEMBERED = 64
-"""Entries of a layer's table; beyond that, the oldest is dropped."""
-
-
-@dataclass(frozen=True)
-class AttentionRecipe:
-    """What attention's frame keeps."""
-
-    recipe: Recipe
-    output: Output | None
-    """The output of an op that is attention's result, which the frame need not keep; None: there is none, or it keeps all."""
-    result_differs: bool
-    """True if no op's output is attention's result."""
-    draws: bool
-    """True if attention draws random numbers."""
-
-
-@dataclass(frozen=True)
-class Output:
-    """An op's output that shares its memory with attention's result."""
-
-    op: int
-    """Index in the recipe."""
-    position: int
-    """Among the op's outputs."""
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-
-    def within(self, result: torch.Tensor) -> torch.Tensor:
-        return result.as_strided(self.shape, self.stride)
 
 
 class TiledAttention:
     """The attention of one call of a tiled layer.
 
     Args:
-        layer, shapes: of the tiled layer.
-        name: of its class, for messages.
-        recipes: of the layer's attention calls, by kind of call.
-        ran: called once attention has run, with why it cannot run in tiles or "". It raises CannotTile if other ranks refuse.
         size: batch and length of the call.
-        training: the layer's mode, part of the key of a recipe.
         groups: of heads, as asked for.
-        whole: True if the frame keeps the kernel's output even if it is the result.
+        keeps_result: True if the tiles' frames keep the result, of which the kernel's output is a view if it is that.
         recomputed: True if nothing is kept.
     """
 
     def __init__(
-        self,
-        layer: Layer,
-        name: str,
-        shapes: Shapes,
-        recipes: dict[Any, AttentionRecipe],
-        ran: Callable[[str], None],
-        size: tuple[int, int],
-        training: bool,
-        groups: int,
-        whole: bool,
-        recomputed: bool,
-        remat: Remat,
+        self, tiled: TiledLayer, remat: Remat, size: tuple[int, int], groups: int, keeps_result: bool, recomputed: bool
     ) -> None:
-        self._layer = layer
-        self._name = name
-        self._shapes = shapes
-        self._recipes = recipes
-        self._ran = ran
+        self._tiled = tiled
+        self._shapes = tiled.shapes
+        self._recipes = tiled.attention_recipes
         self._size = size
-        self._training = training
         self._groups = groups
-        self._whole = whole
+        self._whole = not (recomputed or keeps_result)
+        """True if the frame keeps the kernel's output even if it is the result."""
         self._recomputed = recomputed
         self._remat = remat
         self._engine = remat.engine
         self._call: Call | None = None
-        self._output: Output | None = None
+        self.output: Output | None = None
+        """The kernel's output if it is the result, and the frame does not keep it."""
         self.result_differs = False
         """True if attention's result is not its kernel's output, as its latest run showed."""
         self._ran_for = [ALL_HEADS]
         """Groups that the forward ran for."""
         self._first_ops: list[int] = []
         """Index of the first op of each of them in the recipe."""
-        self._generators: list[list[bytes]] | None = None
+        self._generators: list[list[tuple[Any, bytes]]] | None = None
         """States before each of them, if attention draws random numbers."""
 
     @property
@@ -124,15 +76,10 @@ class TiledAttention:
         """None: nothing is kept."""
         return None if self._call is None else self._call.frame
 
-    @property
-    def result_is_output(self) -> bool:
-        """True if the kernel's output is the result, and the frame does not keep it. Attention must have run."""
-        return self._output is not None
-
     def begin(self, placement: Placement) -> None:
         """Open the frame."""
-        frame = self._engine.begin(f"{self._layer.name}, attention", placement)
-        self._call = Call(self._layer.index, (), self._engine, frame, None, self._remat.work)
+        frame = self._engine.begin(f"{self._tiled.layer.name}, attention", placement)
+        self._call = Call(self._tiled.layer.index, (), self._engine, frame, None, self._remat.work)
 
     # ---- forward
 
@@ -158,43 +105,38 @@ class TiledAttention:
                 result = self._result_by_group(gathered, functools.partial(self._begins, mode))
             if known is None:
                 assert self._generators is not None
-                known = self._settle(observed, result, draws=self._generators[0] != generators(self._engine.device))
+                known = self._settle(observed, result, draws=self._generators[0] != own_states(self._engine.device))
                 remember(self._recipes, key, known)
         except CannotTile as reason:
-            self._ran(str(reason))
+            self._tiled.attention_ran(str(reason))
             raise
-        self._ran("")
+        self._tiled.attention_ran("")
         if not known.draws:
             self._generators = None
-        self._output, self.result_differs = known.output, known.result_differs
+        self.output, self.result_differs = known.output, known.result_differs
         self.supply(None)
         self._engine.end(call.frame)
         return result
 
-    def run_alone(self, gathered: Gathered) -> torch.Tensor:
-        """Run attention where no backward will come, and return its result."""
-        self._ran_for = self._groups_of_ranks(gathered)
-        with torch.no_grad():
-            return self._result_by_group(gathered, lambda heads: nullcontext())
-
     def run_and_forget(self, gathered: Gathered) -> torch.Tensor:
-        """Run attention and return its result. The backward will run it again."""
+        """Run attention, keep nothing, and return its result. A backward that comes will run it again."""
         self._ran_for = self._groups_of_ranks(gathered)
         known = self._known(gathered)[1]
-        if known is None:  # it is analysed: may it run in tiles?
+        if known is None and torch.is_grad_enabled():  # it is analysed: may it run in tiles?
             self.begin(GEMMS_RECOMPUTED)
             result = self.run(gathered)
             self.release()
             return result
-        self._engine.let_go_but(0)
-        self._generators = [] if known.draws else None
+        if known is not None and torch.is_grad_enabled():
+            self._engine.let_go_but(0)
+        self._generators = [] if known is not None and known.draws else None
         with torch.no_grad():
             return self._result_by_group(gathered, functools.partial(self._begins, None))
 
     def _begins(self, mode: Analyse | Record | None, heads: HeadGroup) -> AbstractContextManager[Any]:
         """Note where a group's forward begins."""
         if self._generators is not None:
-            self._generators.append(generators(self._engine.device))
+            self._generators.append(own_states(self._engine.device))
         if mode is not None:
             self._first_ops.append(mode.next_op)
         return nullcontext()
@@ -241,12 +183,12 @@ class TiledAttention:
     def _known(self, gathered: Gathered) -> tuple[Any, AttentionRecipe | None]:
         """Return the key of such a call, and its recipe if there is one."""
         sizes = tuple((leaf.shape, leaf.dtype) for leaf in gathered.leaves if isinstance(leaf, torch.Tensor))
-        key = sizes, self._training, self._whole, len(self._ran_for)
+        key = sizes, self._tiled.module.training, self._whole, len(self._ran_for)
         return key, self._recipes.get(key)
 
     def _attend(self, gathered: Gathered, leaves: list[Any]) -> torch.Tensor:
         assert gathered.call is not None
-        return self._shapes.result.only_tensor(self._remat.with_kernel(self._layer, gathered.call.run, leaves))
+        return self._shapes.result.only_tensor(self._remat.with_kernel(self._tiled.layer, gathered.call.run, leaves))
 
     def _settle(self, observed: Observed, result: torch.Tensor, draws: bool) -> AttentionRecipe:
         """Make the recipe of a call that was analysed, and keep this call's tensors by it."""
@@ -348,11 +290,11 @@ class TiledAttention:
         else:
             self._engine.give_up(frame)
         if self._recomputed:
-            self._call = self._output = None
+            self._call = self.output = None
 
     def supply(self, result: torch.Tensor | None) -> None:
         """Have the replay supply the kernel's output from `result` if it is that, or hold it no longer."""
-        call, where = self._call, self._output
+        call, where = self._call, self.output
         if call is not None and where is not None:
             outputs = list(call.loose[where.op])
             outputs[where.position] = None if result is None else where.within(result)
@@ -360,7 +302,7 @@ class TiledAttention:
 
     def _drawing_again(self, heads: HeadGroup) -> AbstractContextManager[None]:
         """Draw inside the block what the forward of a group drew."""
-        return from_generators(self._generators[heads.number] if self._generators else None, self._engine.device)
+        return drawing_from(self._generators[heads.number], self._engine.device) if self._generators else nullcontext()
 
     def _groups_of_ranks(self, gathered: Gathered) -> list[HeadGroup]:
         """Return the groups that forward and backward run for: several only where ranks trade heads."""
@@ -373,7 +315,7 @@ class TiledAttention:
         assert gathered.call is not None
         if self._groups == 1 or gathered.call.ranks(gathered.leaves) > 1:
             return self._ran_for
-        if self._output is None:
+        if self.output is None:
             return self._undivided("its kernel's output is not its result")
         if not may_split_heads(self._call):
             return self._undivided("its kernel runs for all heads at once")
@@ -399,7 +341,9 @@ class TiledAttention:
 
     def _undivided(self, why: str) -> list[HeadGroup]:
         """Warn that attention runs for all heads at once."""
-        self._remat.warn(f"memo.head_groups: {self._groups} groups are not used in {self._name}'s attention: {why}")
+        self._remat.warn(
+            f"memo.head_groups: {self._groups} groups are not used in {type(self._tiled.module).__name__}'s attention: {why}"
+        )
         return [ALL_HEADS]
 
 
@@ -409,10 +353,3 @@ def add_to(sums: dict[int, torch.Tensor], index: int, gradient: torch.Tensor) ->
         sums[index] += gradient
     else:
         sums[index] = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
-
-
-def remember(table: dict[Any, Any], key: Any, value: Any) -> None:
-    """Keep a value for later calls. The number is limited, because lengths may never repeat."""
-    if len(table) >= _REMEMBERED:
-        del table[next(iter(table))]
-    table[key] = value

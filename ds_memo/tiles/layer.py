@@ -16,19 +16,16 @@ from __future__ import annotations
 import copy
 import functools
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
 
-from ds_memo.distributed.topology import ranks_per_sequence
 from ds_memo.placement import FULL_RECOMPUTE, GEMMS_RECOMPUTED, Placement
 from ds_memo.remat.call import Call
-from ds_memo.remat.checkpoint import Layer, Remat
+from ds_memo.remat.checkpoint import Remat
 from ds_memo.remat.inputs import DeviceInput
 from ds_memo.remat.layer_state import Before
 from ds_memo.remat.modes import running_tiles
@@ -40,20 +37,13 @@ from ds_memo.remat.undo import Undoing, stacks_restored
 from ds_memo.spans import Span
 from ds_memo.swap.frame import Frame, Layout
 from ds_memo.swap.pinned_segments import PAGE
-from ds_memo.tiles.around import (
-    aliased,
-    autocast_again,
-    autocast_now,
-    dropping,
-    refuse_create_graph,
-    see_products_of_zero3,
-)
-from ds_memo.tiles.attention import AttentionRecipe, TiledAttention, remember
+from ds_memo.tiles.around import aliased, autocast_as, autocast_now, dropping, refuse_create_graph
+from ds_memo.tiles.attention import TiledAttention
 from ds_memo.tiles.attention_call import AttentionCall, Gathered, run_to_attention, run_with_attention
 from ds_memo.tiles.gradient_owner import is_owned
 from ds_memo.tiles.modes import LeftRecipe, RecordHead, RecordTail, ReplayTail
-from ds_memo.tiles.probe import Shapes, by_arrival
-from ds_memo.tiles.recipes import SizeRecipes, TileRecipe, analyse
+from ds_memo.tiles.probe import by_arrival
+from ds_memo.tiles.recipes import SizeRecipes, TiledLayer, TileRecipe, analyse, remember
 from ds_memo.tiles.slices import Arguments, fill, hidden_states, new_whole, part
 from ds_memo.tiles.weight_gradients import GradientSums
 from ds_memo.units import round_up
@@ -107,43 +97,6 @@ def reads_hidden_only(call: Call) -> bool:
     return not any(op.kept is not None and (isinstance(op, SavedOp) or op.wanted) for op in call.recipe.ops)
 
 
-class TiledLayer:
-    """A layer that runs in tiles, and the recipes of its calls.
-
-    Args:
-        shapes: from its probe.
-        agree: tells other ranks why attention cannot run so, "" if it can, and raises CannotTile if one of them has a reason. The
-            second argument is True if all of them are sure to call it.
-    """
-
-    def __init__(self, layer: Layer, module: nn.Module, shapes: Shapes, agree: Callable[[str, bool], None]) -> None:
-        self.layer = layer
-        self.shapes = shapes
-        self._agree = agree
-        self._ran = False
-        self.recipes: dict[Any, SizeRecipes] = {}
-        self.attention_recipes: dict[Any, AttentionRecipe] = {}
-        self.alphas: dict[Any, float] = {}
-        """By key of the call: alpha where the policy leaves it open until sizes are known."""
-        self.result_differs = ranks_per_sequence() > 1
-        """True if attention's result is not its kernel's output, as the latest call showed. Before the first: where ranks trade
-        heads."""
-        self._module = weakref.ref(module)
-        see_products_of_zero3()
-
-    def attention_ran(self, why: str) -> None:
-        """Agree with other ranks on attention, after its first run. Later a rank speaks only to refuse."""
-        first, self._ran = not self._ran, True
-        if why or first:
-            self._agree(why, first)
-
-    @property
-    def module(self) -> nn.Module:
-        module = self._module()
-        assert module is not None  # it is running
-        return module
-
-
 class TiledCall:
     """One call of a tiled layer. It lives as long as its graph, and so do its frames.
 
@@ -186,19 +139,9 @@ class TiledCall:
         self._recomputes = self._placement.kind.recomputes_attention
         self._keeps_result = not (self._recomputes or tiled.result_differs)
         """True if the tiles' frames keep attention's result; else the backward makes it before it comes to the tiles."""
-        self._attention = TiledAttention(
-            tiled.layer,
-            type(tiled.module).__name__,
-            tiled.shapes,
-            tiled.attention_recipes,
-            tiled.attention_ran,
-            (self._arguments.batch, self._arguments.length),
-            tiled.module.training,
-            placement.tiles.head_groups,
-            whole=not (self._recomputes or self._keeps_result),
-            recomputed=self._recomputes,
-            remat=remat,
-        )
+        size = self._arguments.batch, self._arguments.length
+        groups = placement.tiles.head_groups
+        self._attention = TiledAttention(tiled, remat, size, groups, self._keeps_result, self._recomputes)
         self._result: torch.Tensor | None = None
         """Attention's result where it stays on the device: the tiles' frames hold parts of it."""
         self._result_dtype: torch.dtype | None = None
@@ -233,13 +176,14 @@ class TiledCall:
                     self._attention.begin(self._placement)
                 gathered = self._heads(hidden, recipes)
                 self._remat.part_begins("attention")
-                result = self._attend(gathered)
+                attend = self._attention.run_and_forget if self._recomputes else self._attention.run
+                result = attend(gathered)
                 del gathered
                 output = self._tails(hidden, result)
             self._result_dtype = result.dtype
             if not self._recomputes:
                 self._tiled.result_differs = self._attention.result_differs
-            if self._placement.kind.on_device and self._attention.result_is_output:
+            if self._placement.kind.on_device and self._attention.output is not None:
                 self._result = result
             if self._trains or torch.is_grad_enabled():
                 self._describe(hidden)
@@ -252,12 +196,7 @@ class TiledCall:
 
     def _grads(self) -> AbstractContextManager[None]:
         """Have tiles build graphs, whose backwards are not run, if a backward of the layer will come."""
-        return torch.enable_grad() if self._trains else nullcontext()
-
-    def _attend(self, gathered: Gathered) -> torch.Tensor:
-        if not self._trains:
-            return self._attention.run_alone(gathered)
-        return (self._attention.run_and_forget if self._recomputes else self._attention.run)(gathered)
+        return torch.set_grad_enabled(self._trains)
 
     def _recipes(self, hidden: torch.Tensor) -> dict[tuple[int, int], SizeRecipes]:
         """Return the recipes by the tiles' sizes, after analysing sizes that are new."""
@@ -284,19 +223,19 @@ class TiledCall:
 
     def _place(self, hidden: torch.Tensor, recipes: dict[tuple[int, int], SizeRecipes]) -> None:
         """Settle the share of tiles that are stored, and stay on the device if the host has no room."""
-        of_tiles = [recipes[span.size].kept(self._keeps_result) for span in self._spans]
-        whole = sum(recipe.recomputed.host_bytes for recipe in of_tiles) + self._attention_bytes(hidden)
+        by_size = {size: [found[self._keeps_result, stored] for stored in (False, True)] for size, found in recipes.items()}
+        of_tiles = [by_size[span.size] for span in self._spans]
+        whole = sum(recomputed.host_bytes for recomputed, _ in of_tiles) + self._attention_bytes(hidden)
         if not self._placement.kind.on_device:
             key = hidden.shape, self._placement
             if key not in self._tiled.alphas:
-                split = sum(recipe.stored.host_bytes - recipe.recomputed.host_bytes for recipe in of_tiles)
+                split = sum(stored.host_bytes - recomputed.host_bytes for recomputed, stored in of_tiles)
                 settled = self._remat.policy.settle(self._tiled.layer, self._placement, whole, split)
                 remember(self._tiled.alphas, key, settled.alpha)
             self._placement = replace(self._placement, alpha=self._tiled.alphas[key])
         stored = stored_tiles(len(of_tiles), self._placement.decided_alpha)
-        kept = [recipe.stored if number in stored else recipe.recomputed for number, recipe in enumerate(of_tiles)]
-        needs = sum(round_up(nbytes, PAGE) for nbytes in [*(recipe.host_bytes for recipe in kept), self._attention_bytes(hidden)])
-        if not (self._placement.kind.on_device or self._remat.policy.has_room(needs)):
+        needs = [recipe[number in stored].host_bytes for number, recipe in enumerate(of_tiles)] + [self._attention_bytes(hidden)]
+        if not (self._placement.kind.on_device or self._remat.policy.has_room(sum(round_up(nbytes, PAGE) for nbytes in needs))):
             on_device = FULL_RECOMPUTE if self._recomputes else GEMMS_RECOMPUTED
             self._placement = replace(on_device, tiles=self._placement.tiles)
 
@@ -331,8 +270,8 @@ class TiledCall:
         gathered = Gathered(self._shapes.arguments, self._arguments.batch, self._arguments.length)
         all_stored = stored_tiles(len(self._spans), self._placement.decided_alpha)
         for number, span in enumerate(self._spans):
-            keeps, stored = recipes[span.size].kept(self._keeps_result), number in all_stored
-            of_tile = keeps.stored if stored else keeps.recomputed
+            stored = number in all_stored
+            of_tile = recipes[span.size][self._keeps_result, stored]
             recipe = of_tile.whole
             frame = self._engine.begin(f"{self._tiled.layer.name}, tile {number}", self._placement) if self._trains else None
             call = Call(self._tiled.layer.index, (), self._engine, frame, recipe, self._remat.work)
@@ -403,7 +342,7 @@ class TiledCall:
             given.check()
         for observer in self._remat.observers:
             observer.layer_replays(self._tiled.layer.index)
-        with stacks_restored(), Undoing(self._close_frames):
+        with stacks_restored(), Undoing(self._close_frames), Undoing(torch.clear_autocast_cache):
             return self._backward(gradient, may_overwrite)
 
     def _close_frames(self) -> None:
@@ -414,7 +353,7 @@ class TiledCall:
 
     def _backward(self, gradient: torch.Tensor, may_overwrite: bool) -> list[torch.Tensor | None]:
         aliases_of = aliased(self._tiled.module, self._parameters)
-        with running_tiles(), autocast_again(self._autocast), self._before.put_in(), aliases_of as aliases:
+        with running_tiles(), autocast_as(self._autocast), self._before.put_in(), aliases_of as aliases:
             sums, d_inputs = GradientSums(aliases), self._arguments.new_gradients()
             self._remat.part_begins("tails_backward")
             gathered = Gathered(self._shapes.arguments, self._arguments.batch, self._arguments.length)

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from ds_memo.placement import Tiles
-from ds_memo.remat.module_state import unchanged
-from ds_memo.remat.undo import stacks_restored
+from ds_memo.remat.layer_state import unchanged
+from ds_memo.remat.undo import Undoing, stacks_restored
 from ds_memo.spans import spans
 from ds_memo.tiles import probe
-from ds_memo.tiles.around import aliased, autocast_again, autocast_now, dropping, refuse_create_graph
+from ds_memo.tiles.around import aliased, autocast_as, autocast_now, dropping, refuse_create_graph
 from ds_memo.tiles.gradient_owner import is_owned
 from ds_memo.tiles.slices import fill, new_whole, part
 from ds_memo.tiles.weight_gradients import GradientSums
@@ -90,7 +90,7 @@ class _TiledNorm(torch.autograd.Function):
         x, *trained = ctx.saved_tensors
         module, forward, tiles, autocast = ctx.how
         d_x = torch.empty_like(x, memory_format=torch.contiguous_format) if d_x is None or d_x.dtype != x.dtype else d_x
-        with stacks_restored(), autocast_again(autocast), aliased(module, trained) as aliases:
+        with stacks_restored(), autocast_as(autocast), aliased(module, trained) as aliases, Undoing(torch.clear_autocast_cache):
             sums = GradientSums(aliases)
             for span in tiles:
                 tile = part(x, span, 1).detach().requires_grad_()

@@ -27,16 +27,14 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 from ds_memo.distributed.agree import world_size
 from ds_memo.distributed.topology import gathers_by_module
 from ds_memo.errors import MemoError
-from ds_memo.remat import op_policy
-from ds_memo.remat.functions import SkipsCompiled
-from ds_memo.remat.layer_state import LayerState
-from ds_memo.remat.module_state import unchanged
-from ds_memo.remat.random_states import KeepsGiven, forked, named_states
+from ds_memo.remat.layer_state import LayerState, unchanged
+from ds_memo.remat.random_states import KeepsGiven, forked, named_states, own_states
 from ds_memo.remat.tensors import storage_of, tensor_leaves
 from ds_memo.remat.undo import Undoing
 from ds_memo.spans import Span
-from ds_memo.tiles.around import aliased, autocast_now, dropping, generators
+from ds_memo.tiles.around import aliased, autocast_now, dropping
 from ds_memo.tiles.attention_call import AttentionCall, CannotTile, Gathered, run_to_attention, run_with_attention
+from ds_memo.tiles.choices import Choices
 from ds_memo.tiles.slices import Arguments, hidden_states, part, token_dims
 
 LEAST_TOKENS = 5
@@ -153,11 +151,11 @@ def probe(module: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: d
     with forked(x.device), unchanged(module), aliased(module, trained) as parameters, torch.enable_grad():
         leaves = [x, *own.differentiable(), *parameters]
         run = functools.partial(_run, forward, own_args, own_kwargs)
-        before = generators(x.device)
-        with _Draws() as drawn:
+        before = own_states(x.device)
+        with _Watch() as watch:
             run()
-        draws = generators(x.device) != before
-        if drawn.given:
+        draws = own_states(x.device) != before
+        if watch.given:
             raise CannotTile("it draws random numbers from a generator of its own, which tiles would draw anew")
         _refuse_writes(module, run)
         with _at_the_end(reasons):
@@ -168,7 +166,7 @@ def probe(module: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: d
             _refuse_draws_of_sequences(forward, own, x, spans)
         with _evaluating(module) if draws else nullcontext():  # a tile draws other numbers than the whole
             whole = run_to_attention(forward, own_args, own_kwargs)
-            choices = _Choices(rows, length)
+            choices = Choices(rows, length)
             with choices:
                 expected = _run(forward, own_args, own_kwargs)
             shapes, gathered, found = _in_tiles(forward, own, x, spans, parameters, draws, choices)
@@ -301,9 +299,9 @@ def _refuse_draws_of_sequences(forward: Callable[..., Any], arguments: Arguments
     """Refuse a layer that draws numbers which all tokens of a sequence share (stochastic depth): each tile would draw its own."""
     drawn = []
     for span in (spans[0], spans[-1]):
-        with _Draws() as draws:
+        with _Watch() as watch:
             _run(forward, *arguments.tile(part(x, span, 1), span)[:2])
-        drawn.append(draws.shapes)
+        drawn.append(watch.drawn)
     for shape, other in zip(*drawn, strict=False):
         if shape == other:
             raise CannotTile(
@@ -319,7 +317,7 @@ def _in_tiles(
     spans: Sequence[Span],
     parameters: Sequence[torch.Tensor],
     draws: bool,
-    choices: _Choices,
+    choices: Choices,
 ) -> tuple[Shapes, Gathered, torch.Tensor]:
     """Run the tokens of `x` (b, s, h) in tiles, by ordinary autograd. Return where tokens lie, what attention gets, and the
     layer's output.
@@ -401,7 +399,7 @@ def _dims(what: str, short: list[Any], long: list[Any], lengths: tuple[int, int]
         raise CannotTile(f"{what} {error}") from None
 
 
-def _compare(expected: torch.Tensor, found: torch.Tensor, leaves: list[torch.Tensor], cuts: list[int], choices: _Choices) -> None:
+def _compare(expected: torch.Tensor, found: torch.Tensor, leaves: list[torch.Tensor], cuts: list[int], choices: Choices) -> None:
     """Refuse a layer if tiles give other outputs or gradients than the whole.
 
     A token's gradient may differ by chance (an activation's kink). Gradients of parameters are compared without such tokens.
@@ -453,124 +451,34 @@ def is_by_token(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tenso
 
 def _tolerance(x: torch.Tensor) -> float:
     """Return the share of its size that a value of the layer may be off in another GEMM."""
-    dtypes = [x.dtype, *(dtype for _, dtype in autocast_now())]
+    dtypes = [x.dtype, *(dtype for _, enabled, dtype in autocast_now() if enabled)]
     return max(torch.finfo(dtype).eps for dtype in dtypes) ** 0.5
 
 
-class _Draws(KeepsGiven):
-    """Sees which tensors are made of random numbers."""
+class _Watch(KeepsGiven):
+    """Sees what a run draws, and which memory it makes."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.shapes: list[tuple[int, ...]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        out = super().__torch_dispatch__(func, types, args, kwargs)
-        if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
-            self.shapes += [tuple(tensor.shape) for tensor in tensor_leaves(out)]
-        return out
-
-
-class _Choices(SkipsCompiled):
-    """Notes what the whole chooses for each token, and has tiles choose the same.
-
-    A GEMM of another size may round otherwise. Of two experts with next to equal scores a router then takes the other one, and
-    all that follows for this token differs.
-
-    Args:
-        batch, length: of the whole.
-    """
-
-    def __init__(self, batch: int, length: int) -> None:
-        super().__init__()
-        self._size = batch, length
-        self._span: Span | None = None
-        """None: the whole runs."""
-        self._made: list[tuple[Any, torch.Size, torch.Tensor]] = []
-        """The whole's choices: op, shape of the scores, what it chose."""
-        self._next = 0
-        self._scores: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """Scores of what tiles would have chosen, and of what they were given."""
-
-    def of_whole(self, span: Span) -> _Choices:
-        """Supply a tile."""
-        self._span, self._next = span, 0
-        return self
-
-    def are_alike(self, tolerance: float) -> bool:
-        """Return True if tiles would have chosen the same, but for scores that are next to equal."""
-        pairs = [(own.float(), given.float()) for own, given in self._scores]
-        largest = [float(own[own.isfinite()].abs().amax()) if own.isfinite().any() else 0.0 for own, _ in pairs]
-        return all(
-            torch.allclose(*pair, tolerance, tolerance * most, equal_nan=True) for pair, most in zip(pairs, largest, strict=True)
-        )
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if op_policy.kind_of(func) is not op_policy.OpKind.CHOICE:
-            return out
-        scores, chosen = args[0], out if isinstance(out, torch.Tensor) else out[1]
-        if self._span is None:
-            self._made.append((func, scores.shape, chosen.clone()))  # layers change them in place
-            return out
-        made, self._next = self._made[self._next : self._next + 1], self._next + 1
-        dim = next((given for name, given in _arguments(func, args, kwargs or {}) if name == "dim"), None)
-        if not made or made[0][0] is not func or dim is None:
-            return out
-        given = self._part(made[0][1], made[0][2], scores.shape, dim % scores.dim())
-        if given is None or given.shape != chosen.shape:
-            return out
-
-        def at(index: torch.Tensor) -> torch.Tensor:
-            kept = index.dim() == scores.dim()
-            found = scores.gather(dim, index if kept else index.unsqueeze(dim))
-            return found if kept else found.squeeze(dim)
-
-        values = at(given)
-        self._scores.append((at(chosen), values.clone()))
-        return given if isinstance(out, torch.Tensor) else (values, given)
-
-    def _part(self, of_whole: torch.Size, chosen: torch.Tensor, of_tile: torch.Size, dim: int) -> torch.Tensor | None:
-        """Return the tile's part of what the whole chose for each token; None: it chose among tokens, or they cannot be told."""
-        span = self._span
-        assert span is not None
-        (batch, length), (rows, tokens) = self._size, span.size
-        if of_whole[:2] == (batch, length) and of_tile == (rows, tokens, *of_whole[2:]) and dim > 1:
-            return part(chosen, span, 1).contiguous()
-        if of_whole[0] == batch * length and of_tile == (rows * tokens, *of_whole[1:]) and dim > 0:
-            return part(chosen.unflatten(0, self._size), span, 1).flatten(0, 1)
-        return None
-
-
-def _arguments(func: Any, args: tuple, kwargs: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield names and values of an op's arguments."""
-    for position, argument in enumerate(func._schema.arguments):
-        given = args[position] if position < len(args) else kwargs.get(argument.name, argument.default_value)
-        yield argument.name, given
-
-
-class _Makes(SkipsCompiled):
-    """Sees which memory a run makes."""
-
-    def __init__(self) -> None:
-        super().__init__()
+        self.drawn: list[tuple[int, ...]] = []
+        """Shapes of tensors of random numbers."""
         self.made: list[StorageWeakRef] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        given = {storage_of(tensor) for tensor in tensor_leaves((args, kwargs))}
-        self.made += [
-            StorageWeakRef(tensor.untyped_storage()) for tensor in tensor_leaves(out) if storage_of(tensor) not in {0, *given}
-        ]
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        tensors, given = tensor_leaves(out), {storage_of(tensor) for tensor in tensor_leaves((args, kwargs))}
+        if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
+            self.drawn += [tuple(tensor.shape) for tensor in tensors]
+        self.made += [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors if storage_of(tensor) not in {0, *given}]
         return out
 
 
 def _refuse_escapes(run: Callable[[], Any]) -> None:
     """Run a layer, and refuse it if tensors of the run are still alive when its output is gone."""
-    with _Makes() as makes, dropping():
+    with _Watch() as watch, dropping():
         run()
     deadline = time.monotonic() + (_LET_GO_S if world_size() > 1 else 0)
-    while any(not made.expired() for made in makes.made):
+    while not all(made.expired() for made in watch.made):
         if time.monotonic() >= deadline:
             raise CannotTile("tensors of a call outlive it: a hook, a list or an attribute holds them")
         time.sleep(1e-3)

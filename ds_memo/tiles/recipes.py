@@ -1,23 +1,27 @@
-"""Recipes of tiles: what a tile of one length keeps, and what its two replays compute."""
+"""A layer that runs in tiles, and its recipes: what tiles and attention keep, and what their replays compute."""
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
+from ds_memo.distributed.topology import ranks_per_sequence
 from ds_memo.remat.analyse import Analyse
 from ds_memo.remat.call import Call
-from ds_memo.remat.module_state import tensors_of, unchanged
+from ds_memo.remat.checkpoint import Layer
+from ds_memo.remat.layer_state import tensors_of, unchanged
 from ds_memo.remat.random_states import forked
 from ds_memo.remat.recipe import Gemm, Observed, Recipe, SavedOp, make_recipe
 from ds_memo.remat.tensors import tensor_leaves
 from ds_memo.spans import Span
-from ds_memo.tiles.around import dropping
+from ds_memo.tiles.around import dropping, see_products_of_zero3
 from ds_memo.tiles.attention_call import AttentionCall, run_to_attention, run_with_attention
 from ds_memo.tiles.modes import AnalyseTile
 from ds_memo.tiles.probe import Shapes
@@ -86,25 +90,76 @@ class TileRecipe:
         return replace(self.whole, ops=[*head, *self.whole.ops[len(head) :]])
 
 
-class Keeps(NamedTuple):
-    """Recipes of tiles of one length."""
-
-    recomputed: TileRecipe
-    """Only the hidden states, attention's result and what routers chose are kept."""
-    stored: TileRecipe
-    """All GEMM outputs are kept, too."""
+_REMEMBERED = 64
+"""Entries of a layer's table; beyond that, the oldest is dropped."""
+SizeRecipes = dict[tuple[bool, bool], TileRecipe]
+"""Recipes of tiles of one length, by two questions: is attention's result kept, and is the tile stored? Every tile keeps its
+hidden states and what routers chose, a stored one all GEMM outputs, too."""
 
 
-class SizeRecipes(NamedTuple):
-    """All recipes of tiles of one length."""
+@dataclass(frozen=True)
+class AttentionRecipe:
+    """What attention's frame keeps."""
 
-    with_result: Keeps
-    without_result: Keeps
-    """Attention's result is not kept."""
+    recipe: Recipe
+    output: Output | None
+    """The output of an op that is attention's result, which the frame need not keep; None: there is none, or it keeps all."""
+    result_differs: bool
+    """True if no op's output is attention's result."""
+    draws: bool
+    """True if attention draws random numbers."""
 
-    def kept(self, result: bool) -> Keeps:
-        """Return the recipes by whether attention's result is kept."""
-        return self.with_result if result else self.without_result
+
+@dataclass(frozen=True)
+class Output:
+    """An op's output that shares its memory with attention's result."""
+
+    op: int
+    """Index in the recipe."""
+    position: int
+    """Among the op's outputs."""
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    def within(self, result: torch.Tensor) -> torch.Tensor:
+        return result.as_strided(self.shape, self.stride)
+
+
+class TiledLayer:
+    """A layer that runs in tiles, and the recipes of its calls.
+
+    Args:
+        shapes: from its probe.
+        agree: tells other ranks why attention cannot run so, "" if it can, and raises CannotTile if one of them has a reason. The
+            second argument is True if all of them are sure to call it.
+    """
+
+    def __init__(self, layer: Layer, module: nn.Module, shapes: Shapes, agree: Callable[[str, bool], None]) -> None:
+        self.layer = layer
+        self.shapes = shapes
+        self._agree = agree
+        self._ran = False
+        self.recipes: dict[Any, SizeRecipes] = {}
+        self.attention_recipes: dict[Any, AttentionRecipe] = {}
+        self.alphas: dict[Any, float] = {}
+        """By key of the call: alpha where the policy leaves it open until sizes are known."""
+        self.result_differs = ranks_per_sequence() > 1
+        """True if attention's result is not its kernel's output, as the latest call showed. Before the first: where ranks trade
+        heads."""
+        self._module = weakref.ref(module)
+        see_products_of_zero3()
+
+    def attention_ran(self, why: str) -> None:
+        """Agree with other ranks on attention, after its first run. Later a rank speaks only to refuse."""
+        first, self._ran = not self._ran, True
+        if why or first:
+            self._agree(why, first)
+
+    @property
+    def module(self) -> nn.Module:
+        module = self._module()
+        assert module is not None  # it is running
+        return module
 
 
 def analyse(
@@ -146,25 +201,19 @@ def analyse(
         whole.softmax = None  # a router's: attention is not in it
         to_attention = [part.is_wanted(i) for i in range(len(part.gemms()))]
 
-        def keeps(inputs: list[torch.Tensor]) -> Keeps:
-            recomputed, stored = (
-                TileRecipe(recipe, to_attention, head, mode.head_writes, mode.tail_writes) for recipe in _recipes(whole, inputs)
-            )
-            return Keeps(recomputed, stored)
-
-        found = SizeRecipes(keeps([x, result]), keeps([x]))
+        wanted, found = whole.wanted, {}
+        for with_result, stored in itertools.product((True, False), repeat=2):
+            whole.inputs, whole.wanted = [x, result] if with_result else [x], wanted
+            whole.close_over_inputs(all_rows_kept=stored)
+            recipe = make_recipe(whole, float(stored))[0]
+            found[with_result, stored] = TileRecipe(recipe, to_attention, head, mode.head_writes, mode.tail_writes)
         whole.forget()
         part.forget()
     return found
 
 
-def _recipes(observed: Observed, inputs: list[torch.Tensor]) -> list[Recipe]:
-    """Return the recipes of a tile that is recomputed, and of one that is stored."""
-    observed.inputs = inputs
-    wanted = observed.wanted
-    recipes = []
-    for all_stored in (False, True):
-        observed.close_over_inputs(all_rows_kept=all_stored)
-        recipes.append(make_recipe(observed, float(all_stored))[0])
-        observed.wanted = wanted
-    return recipes
+def remember(table: dict[Any, Any], key: Any, value: Any) -> None:
+    """Keep a value for later calls. The number is limited, because lengths may never repeat."""
+    if len(table) >= _REMEMBERED:
+        del table[next(iter(table))]
+    table[key] = value

@@ -22,11 +22,12 @@ from ds_memo.errors import MemoError
 from ds_memo.placement import FULL_RECOMPUTE, Placement, Tiles
 from ds_memo.remat.checkpoint import CannotTile, Layer, Remat
 from ds_memo.remat.modes import running_tiles
+from ds_memo.remat.random_states import own_states, set_states
 from ds_memo.remat.undo import Undoing
 from ds_memo.spans import number_of_spans, spans
-from ds_memo.tiles.around import generators, set_generators
-from ds_memo.tiles.layer import TiledCall, TiledLayer
+from ds_memo.tiles.layer import TiledCall
 from ds_memo.tiles.probe import LEAST_TOKENS, probe, refuse_call
+from ds_memo.tiles.recipes import TiledLayer
 from ds_memo.tiles.slices import Arguments, hidden_states
 
 
@@ -120,7 +121,7 @@ class Tiling:
             return TiledCall(tiled, call.forward, args, kwargs, cut, placed, remat, before).run()
 
         device = remat.engine.device
-        states = None if placement is None or tiled.attention_recipes else generators(device)
+        states = [] if placement is None or tiled.attention_recipes else own_states(device)
 
         def run() -> Any:
             try:
@@ -128,7 +129,7 @@ class Tiling:
                 self._refusals.pop(layer.name, None)
                 return out
             except CannotTile as reason:
-                set_generators(states, device)
+                set_states(states)
                 verdicts.kinds[kind] = None
                 self._refuse(remat, layer, call.module, str(reason))
                 verdicts.agree(str(reason), sure=False)

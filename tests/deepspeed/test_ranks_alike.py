@@ -23,7 +23,7 @@ from ds_memo.distributed import agree
 from ds_memo.planned_alloc import runtime
 from ds_memo.remat.checkpoint import CannotTile
 from ds_memo.swap.host_budget import HostBudget
-from ds_memo.tiles import probe, tiling
+from ds_memo.tiles import choices, probe, tiling
 from tests.deepspeed import test_tensor_parallel as tensor_parallel
 from tests.deepspeed import test_uneven_ranks as uneven
 from tests.deepspeed.test_ulysses import IN_TILES, batch, gradients_of_parts, part, whole_gradients
@@ -119,13 +119,13 @@ class TestTilesUnderUlysses(DistributedTest):
                     layer.mlp.gate.weight[1].copy_(layer.mlp.gate.weight[0])
             with monkeypatch.context() as patch:
                 patch.setattr(F, "linear", inexact)
-                flipped, are_alike = [], probe._Choices.are_alike
+                flipped, are_alike = [], choices.Choices.are_alike
 
                 def counted(choices: Any, *args: Any) -> bool:
                     flipped.append(sum(int((own != given).sum()) for own, given in choices._scores))
                     return are_alike(choices, *args)
 
-                patch.setattr(probe._Choices, "are_alike", counted)
+                patch.setattr(choices.Choices, "are_alike", counted)
                 gradients_of_parts(model)
             assert_tiled(handle, [0, 1, 2, 3])
             assert bool(sum(flipped)) == bool(dist.get_rank()), flipped

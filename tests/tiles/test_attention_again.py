@@ -113,7 +113,7 @@ def test_without_the_forwards_generators_it_would_not(placed: Any, monkeypatch: 
         yield
 
     placed(AGAIN)
-    monkeypatch.setattr(attention, "from_generators", as_they_are)
+    monkeypatch.setattr(attention, "drawing_from", as_they_are)
     with pytest.raises(AssertionError):
         assert_runs_backward_alike(noisy())
 
