@@ -120,16 +120,9 @@ class CompiledCall:
         if self.frame.state == "ready":  # the backward before this one was interrupted
             remat.engine.replayed(self.frame)
         self._served.clear()
-        for observer in remat.observers:
-            observer.layer_replays(self._layer.index)
         attention = (op for op in self.recipe.ops if isinstance(op, SavedOp) and op.is_attention)
         remat.work.attention_ops_recomputed += sum(op.recomputed for op in attention)
-        remat.engine.bring_back(self.frame)
-
-    def backward_passes(self, gradient: torch.Tensor) -> None:
-        """Have the engine move other frames as the backward of a call with an empty frame begins."""
-        self.backward_begins()
-        self._remat.engine.replayed(self.frame)
+        remat.backward_begins(self._layer.index, self.frame)
 
     def _multiplied(self, func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> torch.Tensor:
         out = func(*args, **kwargs)

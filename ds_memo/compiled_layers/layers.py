@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import register_multi_grad_hook
 
 from ds_memo.compiled_layers import ops
 from ds_memo.compiled_layers.backends import name_of, partitioned
@@ -54,7 +53,7 @@ class CompiledLayers:
         self.backend = backend
         self._compiled: dict[tuple[Any, Any], Callable[..., Any]] = {}
         """By function and kind of placement."""
-        self._refused: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+        self.refused: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         """Layers that run uncompiled, and why."""
 
     def function(self, fn: Callable[..., Any], kind: PlacementKind) -> Callable[..., Any]:
@@ -73,15 +72,6 @@ class CompiledLayers:
                 made = torch.compile(_apart(fn, kind), backend=backend, options=options or None, dynamic=dynamic, fullgraph=True)
             self._compiled[key] = made
         return self._compiled[key]
-
-    def refuse(self, layer: Layer, why: str) -> None:
-        """Have a layer run uncompiled from now on; under saved-tensor hooks, in this call alone."""
-        if (module := layer.module()) is not None and why != HOOKS:
-            self._refused[module] = why
-
-    def refused(self, layer: Layer) -> str | None:
-        """Return why a layer runs uncompiled; None: it is compiled."""
-        return self._refused.get(layer.module()) if layer.module() is not None else "belongs to no module"
 
 
 def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -117,16 +107,17 @@ class CompiledForward(OwnForward):
         return self.compiled.function(self.plain, PlacementKind.NO_RECOMPUTE)(*args, **kwargs)
 
     def refuse(self, layer: Layer, why: str) -> None:
-        self.compiled.refuse(layer, why)
+        if (module := layer.module()) is not None and why != HOOKS:  # hooks may be gone in the next call
+            self.compiled.refused[module] = why
 
     def refused(self, layer: Layer) -> str | None:
-        return self.compiled.refused(layer)
+        return self.compiled.refused.get(layer.module()) if layer.module() is not None else "belongs to no module"
 
     def prepare(self, remat: Remat, layer: Layer, placement: Placement, args: tuple, kwargs: dict[str, Any]) -> Callable[[], Any]:
         """Return a function that runs a layer call by its compiled graphs. The call's frame is open then."""
         if placement.tiles is not None:
             raise MemoError(TILES)
-        if (why := self.compiled.refused(layer)) is not None:
+        if (why := self.refused(layer)) is not None:
             raise CannotCompile(why)
         if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
             raise CannotCompile(HOOKS)
@@ -138,15 +129,16 @@ class CompiledForward(OwnForward):
         if recipe is not None and not (placement.kind.on_device or remat.policy.has_room(recipe.layout.host_bytes)):
             placement = FULL_RECOMPUTE
             key = layer.kind_of_call(arguments, placement), self.plain
-        fn = functools.partial(self.compiled.function(self.plain, placement.kind), **kwargs)
-        call = CompiledCall(remat, layer, remat.engine.begin(layer.name, placement), key)
-        return functools.partial(self._run, remat, layer, call, fn, args)
+        fn = functools.partial(self.compiled.function(self.plain, placement.kind), *args, **kwargs)
+        return functools.partial(
+            self._run, remat, layer, CompiledCall(remat, layer, remat.engine.begin(layer.name, placement), key), fn
+        )
 
     @staticmethod
-    def _run(remat: Remat, layer: Layer, call: CompiledCall, fn: Callable[..., Any], args: tuple) -> Any:
+    def _run(remat: Remat, layer: Layer, call: CompiledCall, fn: Callable[..., Any]) -> Any:
         try:
             ops.begins(call)
-            out = remat.with_kernel(layer, fn, *args)
+            out = remat.with_kernel(layer, fn)
             if call.needs_backward:
                 call.keep()
                 remat.engine.end(call.frame)
@@ -159,8 +151,7 @@ class CompiledForward(OwnForward):
             if call.frame.state == "recording":  # the layer raised, or no backward will ask for it
                 remat.engine.abort(call.frame)
         if call.native:
-            if tensors := [tensor for tensor in tensor_leaves(out) if tensor.requires_grad]:
-                register_multi_grad_hook(tensors, call.backward_passes, mode="any")
+            remat.follow_backward(out, call.frame, call.backward_begins)
         else:
             for tensor in tensor_leaves(out):  # the caller may change it in place
                 remat.engine.about_to_change(call.frame, tensor)

@@ -110,7 +110,9 @@ class _Partition:
             inputs = self._inputs()
             for node in self._early:
                 self._replay(node, inputs)
-        self._read_stand_ins()
+        for node in self._late:
+            node.args, node.kwargs = fx.map_arg((node.args, node.kwargs), self._stand_in)
+        self._return([self._stand_in(value) if isinstance(value, fx.Node) else value for value in self._gradients])
         alive = self._alive()
         self._write_keep(alive)
         if self._handle not in alive:
@@ -247,13 +249,11 @@ class _Partition:
         self._copies.append(made)
         self._stand_ins[node] = made
 
-    def _read_stand_ins(self) -> None:
-        """Have the backward read stand-ins."""
-        for node in self._late:
-            node.args, node.kwargs = fx.map_arg((node.args, node.kwargs), self._stand_in)
-        self._gradients = [self._stand_in(value) if isinstance(value, fx.Node) else value for value in self._gradients]
+    def _return(self, gradients: list[Any]) -> None:
+        """Have the backward return these."""
+        self._gradients = gradients
         output = next(iter(self._graph.find_nodes(op="output")))
-        output.args = ((*self._outputs, *self._gradients),)
+        output.args = ((*self._outputs, *gradients),)
 
     def _stand_in(self, node: fx.Node) -> fx.Node:
         return self._stand_ins.get(node, node)
@@ -290,7 +290,8 @@ class _Partition:
                 names.append(node.target.name())
                 counts.append(len(outputs) or (-1 if again and self._stand_ins[node] in alive else 0))
                 whole.append(node in self._chosen_from)
-                flops.append(torch_private.symbolic(self._graph, _flops(node)) if product else 0)
+                work = op_policy.gemm_flops(node.target, _values(node.args), node.meta["val"]) if product else 0
+                flops.append(torch_private.symbolic(self._graph, work))
         self._handle.args = (self._output, kept, self._kind.on_device, len(inputs), names, counts, whole, flops, softmax)
         mode = self._output.meta["val"].fake_mode
         self._handle.meta["val"] = mode.from_tensor(torch.empty(1, dtype=torch.int64))
@@ -307,15 +308,19 @@ class _Partition:
         made = [node for node in saved if node.op != "placeholder"] or saved
         if not made:
             raise CannotCompile("saves nothing for its backward")
-        smallest = min(made, key=lambda node: (_hint(node.meta["val"]), node.name))
+
+        def size(node: fx.Node) -> tuple[int, str]:
+            numel = node.meta["val"].numel()  # of a symbolic one that of the call that is being compiled
+            return (numel if isinstance(numel, int) else numel.node.hint or 0) * node.meta["val"].dtype.itemsize, node.name
+
+        smallest = min(made, key=size)
         readers = [node for node in smallest.users if node in self._late or node in self._copies]
         with self._graph.inserting_after(self._handle):
             held = self._graph.call_function(HOLD, (self._handle, smallest))
         held.meta = _copied(smallest.meta)
         for node in readers:
             node.replace_input_with(smallest, held)
-        output = next(iter(self._graph.find_nodes(op="output")))
-        output.args = ((*self._outputs, *(held if value is smallest else value for value in self._gradients)),)
+        self._return([held if value is smallest else value for value in self._gradients])
 
 
 def _values(arguments: Any) -> Any:
@@ -360,20 +365,10 @@ def _argument(node: fx.Node, name: str) -> Any:
     return None
 
 
-def _flops(product: fx.Node) -> Any:
-    return op_policy.gemm_flops(product.target, _values(product.args), product.meta["val"])
-
-
 def _is_small(value: torch.Tensor) -> bool:
     """Return True for a tensor that is not worth a copy. One with a symbol among its sizes may be."""
     numel = value.numel()
     return isinstance(numel, int) and numel * value.dtype.itemsize < SMALL
-
-
-def _hint(value: torch.Tensor) -> int:
-    """Return the bytes of a tensor, of a symbolic one those of the call that is being compiled."""
-    numel = value.numel()
-    return (numel if isinstance(numel, int) else numel.node.hint or 0) * value.dtype.itemsize
 
 
 def _copied(meta: dict[str, Any]) -> dict[str, Any]:

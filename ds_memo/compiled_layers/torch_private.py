@@ -1,24 +1,11 @@
 """All private functions of PyTorch that compiled layers use. A new torch is tried here first; docs/compile.md has the versions.
 
-| from                                  | taken                                   | used for                                 |
-|---------------------------------------|-----------------------------------------|------------------------------------------|
-| torch._C._dynamo.eval_frame           | set_eval_frame                          | module_patches.py: who compiles a layer  |
-| torch._dynamo.decorators              | skip                                    | module_patches.py: not traced by dynamo  |
-| torch._dynamo.eval_frame              | innermost_backend, OptimizedModule      | the backend that the user asked for      |
-| torch                                 | _TorchCompileWrapper, …InductorWrapper  | its name and options                     |
-| torch._dynamo.backends.common         | AotAutograd                             | a backend with another partition         |
-| torch._inductor.custom_graph_pass     | CustomPartitionerFn, get_hash_for_files | the same for inductor                    |
-| torch._dynamo.exc                     | the names imported below                | layers that cannot be traced             |
-| torch._guards                         | TracingContext                          | mutated inputs                           |
-| torch._functorch._aot_autograd        | runtime_wrappers                        | the name of a mark                       |
-| torch._functorch.partitioners         | the names imported below                | the joint graph and its two halves       |
-| torch.fx.experimental.symbolic_shapes | free_unbacked_symbols                   | sizes that depend on values              |
-| torch.utils._python_dispatch          | is_traceable_wrapper_subclass           | tensor subclasses                        |
-| torch.utils._sympy                    | sympy_interp, PythonReferenceAnalysis   | sizes that are symbols                   |
-| torch._C._autograd                    | _top_saved_tensors_default_hooks        | calls under saved-tensor hooks           |
-| torch._dynamo.config                  | assume_static_by_default                | what lies between layers                 |
-| callbacks of dynamo                   | _torchdynamo_orig_backend               | the same                                 |
-| tensors                               | _dynamo_…_dynamic_indices               | the same                                 |
+The imports below, and what is found at its place:
+
+    torch._C._dynamo.eval_frame.set_eval_frame, torch._dynamo.decorators.skip    runtime/module_patches.py
+    torch._dynamo.eval_frame.OptimizedModule                                     remat/diagnostics.py
+    torch._C._autograd._top_saved_tensors_default_hooks, torch._dynamo.config.assume_static_by_default,
+    _torchdynamo_orig_backend of dynamo's callbacks                              layers.py
 """
 
 from __future__ import annotations

@@ -11,6 +11,8 @@ from typing import Any
 
 Taken = tuple[dict[str, Any], str]
 """A module's globals, and the name in them."""
+_PARTS_OF_OWNERS = (types.CellType, tuple, staticmethod, classmethod, dict)
+"""A closure's cell, a tuple of cells or defaults, a dict of keyword defaults or of a class."""
 
 
 def replace_in_modules(before: Callable[..., Any], after: Callable[..., Any]) -> list[Taken]:
@@ -47,30 +49,17 @@ def other_holders(function: Callable[..., Any]) -> list[str]:
 def _owners(held: Any, depth: int = 3) -> Iterator[str]:
     for holder in gc.get_referrers(held):
         if isinstance(holder, functools.partial):
-            yield f"a functools.partial{_in_module(holder)}"
-        elif isinstance(holder, types.FunctionType) and _holds(holder, held):
+            names = (n["__name__"] for n in gc.get_referrers(holder) if _is_module_globals(n))
+            yield next((f"a functools.partial in module {name}" for name in names), "a functools.partial")
+        elif isinstance(holder, types.FunctionType) and any(
+            held is part for part in (holder.__closure__, holder.__defaults__, holder.__kwdefaults__)
+        ):
             yield f"function {holder.__module__}.{holder.__qualname__}"
         elif isinstance(holder, type):
             yield f"class {holder.__module__}.{holder.__qualname__}"
-        elif depth and _is_part_of_an_owner(holder):
+        elif depth and isinstance(holder, _PARTS_OF_OWNERS) and not _is_module_globals(holder):
             yield from _owners(holder, depth - 1)
-
-
-def _is_part_of_an_owner(holder: Any) -> bool:
-    """Return True for a closure's cell, a tuple of cells or defaults, a dict of keyword defaults or of a class."""
-    return isinstance(holder, (types.CellType, tuple, staticmethod, classmethod)) or (
-        isinstance(holder, dict) and not _is_module_globals(holder)
-    )
-
-
-def _holds(function: types.FunctionType, held: Any) -> bool:
-    return any(held is part for part in (function.__closure__, function.__defaults__, function.__kwdefaults__))
 
 
 def _is_module_globals(holder: Any) -> bool:
     return isinstance(holder, dict) and "__name__" in holder and "__spec__" in holder
-
-
-def _in_module(value: Any) -> str:
-    names = (n["__name__"] for n in gc.get_referrers(value) if _is_module_globals(n))
-    return next((f" in module {name}" for name in names), "")

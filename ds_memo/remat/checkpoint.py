@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, Protocol
 
 import torch
@@ -359,16 +359,29 @@ class Remat:
             self.engine.abort(frame)
             raise
         self.engine.end(frame)
-        if tensors := [tensor for tensor in tensor_leaves(out) if tensor.requires_grad]:
-            register_multi_grad_hook(tensors, lambda gradient: self._backward_begins(layer.index, frame), mode="any")
+        self.follow_backward(out, frame, functools.partial(self.backward_begins, layer.index, frame))
         return out
 
-    def _backward_begins(self, layer: int, frame: Frame) -> None:
-        """Have the engine reload the next frame, as the backward of a layer without recompute begins."""
+    def follow_backward(self, out: Any, frame: Frame, begins: Callable[[], None]) -> None:
+        """Have other frames move as the backward of a call with an empty frame begins.
+
+        Args:
+            out: of the call.
+            begins: called then. It makes the frame ready.
+        """
+
+        def reached(gradient: torch.Tensor) -> None:
+            begins()
+            self.engine.replayed(frame)
+
+        if tensors := [tensor for tensor in tensor_leaves(out) if tensor.requires_grad]:
+            register_multi_grad_hook(tensors, reached, mode="any")
+
+    def backward_begins(self, layer: int, frame: Frame) -> None:
+        """Notify the observers, and make the frame ready."""
         for observer in self.observers:
             observer.layer_replays(layer)
         self.engine.bring_back(frame)
-        self.engine.replayed(frame)
 
     def _settle(self, layer: Layer, key: Any, call: Call, observed: Observed) -> None:
         """Make the recipe of a layer that was analysed, and keep this call's tensors by it."""
@@ -415,24 +428,19 @@ class Remat:
         Raises:
             MemoError: PyTorch has no such kernel for this call.
         """
-        with _only_kernel(self._sdpa) if self._sdpa is not None else nullcontext():
+        if self._sdpa is None:
+            return fn(*args)
+        with Undoing(functools.partial(_sdpa_kernel, _cur_sdpa_kernel_backends())):  # what torch.nn.attention.sdpa_kernel does
+            _sdpa_kernel([self._sdpa])
             try:
                 return fn(*args)
             except RuntimeError as error:
-                if self._sdpa is None or not any(words in str(error) for words in ("No available kernel", "No viable backend")):
+                if not any(words in str(error) for words in ("No available kernel", "No viable backend")):
                     raise
                 raise MemoError(
                     f'layer {layer.name}: memo.attention is "{self._attention}", but PyTorch has no such kernel for this call '
                     "(dtype, head size, mask, dropout or device). Leave memo.attention out to take what there is."
                 ) from error
-
-
-@contextmanager
-def _only_kernel(kernel: SDPBackend) -> Iterator[None]:
-    """Have F.scaled_dot_product_attention take this kernel alone inside the block, as torch.nn.attention.sdpa_kernel does."""
-    with Undoing(functools.partial(_sdpa_kernel, _cur_sdpa_kernel_backends())):
-        _sdpa_kernel([kernel])
-        yield
 
 
 def _checkpoint(lifted: Lifted, preserve_rng_state: bool, context_fn: Callable[[], tuple]) -> Any:

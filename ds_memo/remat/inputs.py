@@ -112,10 +112,10 @@ def lift_keywords(fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -
     if not containers and not any(isinstance(value, (dict, list)) for value in rest.values()):
         return _each_once(Lifted(call, call, values, rest))
     # The layer may add to a container that it was given, or remove from it: the replay gets copies made before the forward.
-    original = tree_map(_same, (containers, rest))
+    original = _containers_copied((containers, rest))
 
     def replay(*values: Any) -> Any:
-        containers, rest = tree_map(_same, original)
+        containers, rest = _containers_copied(original)
         own = [containers.get(position, value) for position, value in enumerate(values)]
         return _with_keywords(fn, positional, lifted, rest)(*own)
 
@@ -139,13 +139,13 @@ def _each_once(lifted: Lifted) -> Lifted:
         return lifted
     firsts = {id(value): value for value in lifted.args}
     positions = [list(firsts).index(id(value)) for value in lifted.args]
-    fn, replay = (functools.partial(_from_firsts, call, positions) for call in (lifted.fn, lifted.replay))
+
+    def from_firsts(call: Callable[..., Any], *firsts: Any) -> Any:
+        return call(*(firsts[position] for position in positions))
+
+    fn, replay = (functools.partial(from_firsts, call) for call in (lifted.fn, lifted.replay))
     return Lifted(fn, replay, tuple(firsts.values()), lifted.bound)
 
 
-def _from_firsts(call: Callable[..., Any], positions: list[int], *firsts: Any) -> Any:
-    return call(*(firsts[position] for position in positions))
-
-
-def _same(value: Any) -> Any:
-    return value
+def _containers_copied(tree: Any) -> Any:
+    return tree_map(lambda value: value, tree)

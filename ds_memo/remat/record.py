@@ -79,9 +79,12 @@ class Record(NotingMode):
             del self._left_out[storage_of(args[0])]  # a dropout mask: empty_like(left-out product).bernoulli_()
             return self._dispatch(kind, func, args, kwargs)
         listed = kind is not OpKind.PLAIN and kind is not OpKind.MUTATES  # in the recipe: its output no longer depends on these
-        if kind is OpKind.BATCHED and isinstance(self._next_op(), SavedOp):
+        next_op = self._next_op()
+        if kind is OpKind.BATCHED and isinstance(next_op, SavedOp):
             listed = False  # a product without weights: it is in the recipe to be told from others
-        if needs_right_operands(kind, func, args, kwargs, self._storages_before) or (listed and self._computes_next()):
+        if needs_right_operands(kind, func, args, kwargs, self._storages_before) or (
+            listed and next_op is not None and next_op.recomputed  # the replay will compute it, or a part of it
+        ):
             self._leave()
         out = self._dispatch(kind, func, args, kwargs)
         if not listed:
@@ -98,11 +101,6 @@ class Record(NotingMode):
             elif isinstance(value, (list, tuple)) and self._reads_left_out(value):
                 return True
         return False
-
-    def _computes_next(self) -> bool:
-        """Return True if the replay will compute the recipe's next op, or a part of it."""
-        op = self._next_op()
-        return op is not None and op.recomputed
 
     def _next_op(self) -> Gemm | SavedOp | None:
         ops = self.call.recipe.ops

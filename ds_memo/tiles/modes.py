@@ -245,8 +245,7 @@ HEAD_DIMS = {
 def may_split_heads(call: Call) -> bool:
     """Return True if every op of an attention call can run backward for a group of heads."""
     ops = [op for op in call.recipe.ops if not (isinstance(op, SavedOp) and op.func in op_policy.BATCHED)]
-    return bool(ops) and all(_splits_heads(op) for op in ops)
-
-
-def _splits_heads(op: Gemm | SavedOp) -> bool:
-    return isinstance(op.func, OpOverload) and op.func.name() in HEAD_DIMS and isinstance(op, SavedOp) and op.kept is not None
+    return bool(ops) and all(
+        isinstance(op, SavedOp) and op.kept is not None and isinstance(op.func, OpOverload) and op.func.name() in HEAD_DIMS
+        for op in ops
+    )

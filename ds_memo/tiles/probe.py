@@ -139,16 +139,17 @@ def probe(module: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: d
     tokens = min(_TOKENS, (arguments.length - 1) // 2)
     length = min(arguments.length, 2 * tokens + max(1, tokens // 3))
     rows = min(arguments.batch, 2)
-    x = _drawn((rows, length, hidden.shape[2]), hidden).requires_grad_()  # row-major, as tiles of any layout are
+    drawn = torch.randn(rows, length, hidden.shape[2], generator=torch.Generator().manual_seed(0))
+    x = (_SCALE * drawn).to(hidden).requires_grad_()  # row-major, as tiles of any layout are
     own_args, own_kwargs = arguments.first(x)
     own = Arguments(own_args, own_kwargs, like=arguments)
     cuts = [0, tokens, 2 * tokens, length]
     spans = [Span(slice(row, row + 1), slice(*ends)) for row in range(rows) for ends in itertools.pairwise(cuts)]
-    indices, trained = _trained(module)
+    trained = _trained(module)
     arrived: list[int] = []
     forward = _saying_why(forward)
     reasons: list[CannotTile] = []
-    with forked(x.device), unchanged(module), aliased(module, trained) as parameters, torch.enable_grad():
+    with forked(x.device), unchanged(module), aliased(module, [*trained.values()]) as parameters, torch.enable_grad():
         leaves = [x, *own.differentiable(), *parameters]
         run = functools.partial(_run, forward, own_args, own_kwargs)
         before = own_states(x.device)
@@ -175,7 +176,7 @@ def probe(module: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: d
             with _at_the_end(reasons):
                 _refuse_others(whole.leaves, gathered.leaves, _tolerance(x))
             _refuse_other_gradients([shapes.output.tensor(expected), *tensor_leaves(whole.leaves)], leaves)
-            for index, parameter in zip(indices, parameters, strict=True):
+            for index, parameter in zip(trained, parameters, strict=True):
                 parameter.register_hook(lambda _, index=index: arrived.append(index))
             with _at_the_end(reasons):
                 _compare(shapes.output.tensor(expected), found, leaves, cuts[1:-1], choices)
@@ -184,11 +185,6 @@ def probe(module: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: d
     if reasons:
         raise reasons[0]
     return replace(shapes, arrivals=tuple(dict.fromkeys(arrived)))
-
-
-def _drawn(shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
-    """Return hidden states drawn from a seed, of the type and on the device of others."""
-    return (_SCALE * torch.randn(shape, generator=torch.Generator().manual_seed(0))).to(like)
 
 
 @contextmanager
@@ -203,14 +199,13 @@ def _at_the_end(reasons: list[CannotTile]) -> Iterator[None]:
 def by_arrival(module: nn.Module, arrivals: Sequence[int]) -> list[nn.Parameter]:
     """Return a layer's parameters that are trained, the last to get its gradient first."""
     turns = {index: turn for turn, index in enumerate(arrivals)}
-    found = zip(*_trained(module), strict=True)
-    return [parameter for _, parameter in sorted(found, key=lambda one: -turns.get(one[0], len(turns)))]
+    found = _trained(module)
+    return [found[index] for index in sorted(found, key=lambda index: -turns.get(index, len(turns)))]
 
 
-def _trained(module: nn.Module) -> tuple[list[int], list[nn.Parameter]]:
-    """Return the indices of a layer's parameters that are trained, and these."""
-    found = {index: parameter for index, parameter in enumerate(module.parameters()) if parameter.requires_grad}
-    return [*found], [*found.values()]
+def _trained(module: nn.Module) -> dict[int, nn.Parameter]:
+    """Return a layer's parameters that are trained, by their index among all."""
+    return {index: parameter for index, parameter in enumerate(module.parameters()) if parameter.requires_grad}
 
 
 def _run(forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:

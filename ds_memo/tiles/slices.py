@@ -22,23 +22,13 @@ def fill(memory: torch.Tensor, values: torch.Tensor | None) -> None:
     memory.copy_(values) if values is not None else memory.zero_()
 
 
-def order_of(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return a tensor's dimensions from slowest to fastest in memory."""
-    return tuple(sorted(range(tensor.dim()), key=lambda dim: (tensor.stride(dim), tensor.shape[dim]), reverse=True))
-
-
 def new_whole(tile: torch.Tensor, batch: int, length: int, dim: int) -> torch.Tensor:
     """Return memory for all tokens of what `tile` is a tile of, in the tile's order of dimensions."""
     shape = [length if d == dim else batch if d == 0 else size for d, size in enumerate(tile.shape)]
     strides, step = [0] * tile.dim(), 1
-    for d in reversed(order_of(tile)):
+    for d in sorted(reversed(range(tile.dim())), key=lambda dim: (tile.stride(dim), tile.shape[dim])):  # fastest first
         strides[d], step = step, step * shape[d]
     return tile.new_empty_strided(shape, strides)  # no view: the caller of a layer may change its output in place
-
-
-def of_graphs(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that autograd may save: itself, or a copy of one that torch.inference_mode() made."""
-    return tensor.clone() if tensor.is_inference() else tensor
 
 
 class Place(NamedTuple):
@@ -72,7 +62,8 @@ class Arguments:
         """Leaves that tiles get as leaves of their graphs."""
         self._tiles: dict[Any, tuple[tuple, dict[str, Any], dict[int, torch.Tensor]]] | None = None
         """Arguments of tiles, cut once for all passes. None: lists or dicts are among them, which a tile may change."""
-        if all(tree_is_leaf(value) or _is_tuple_of_leaves(value) for value in (*args, *kwargs.values())):
+        values = [one for value in (*args, *kwargs.values()) for one in (value if type(value) is tuple else (value,))]
+        if all(map(tree_is_leaf, values)):
             self._tiles = {}
 
     @property
@@ -103,14 +94,13 @@ class Arguments:
 
     def differentiable(self) -> list[torch.Tensor]:
         """Return the tensors that are cut and need a gradient."""
-        return [self._leaves[index] for index in self._differentiable()]
-
-    def _differentiable(self) -> list[int]:
-        return [i for i, place in enumerate(self._places) if place is not None and self._leaves[i].requires_grad]
+        pairs = zip(self._leaves, self._places, strict=True)
+        return [leaf for leaf, place in pairs if place is not None and leaf.requires_grad]
 
     def detach(self) -> list[torch.Tensor]:
         """Return the tensors that are cut and need a gradient. Hold detached ones from now on, of which tiles get leaves."""
-        found, self._inputs = self.differentiable(), self._differentiable()
+        found, places = self.differentiable(), enumerate(self._places)
+        self._inputs = [index for index, place in places if place is not None and self._leaves[index].requires_grad]
         for index in self._inputs:
             self._leaves[index] = self._leaves[index].detach()
         return found
@@ -168,12 +158,13 @@ class Arguments:
         span = Span(slice(0, rows), slice(0, tokens))
 
         def cut(value: Any, place: Place | None) -> Any:
-            if place is not None:
-                part = of_graphs(place.cut(value, span)).detach()
-                return part.requires_grad_(value.requires_grad)
             if not isinstance(value, torch.Tensor):
                 return value
-            value = of_graphs(value)
+            grads, value = value.requires_grad, value if place is None else place.cut(value, span).detach()
+            if value.is_inference():  # autograd may not save it
+                value = value.clone()
+            if place is not None:
+                return value.requires_grad_(grads)
             if value.shape[-2:] != (self.length, self.length):
                 return value
             mask = value[..., :tokens, :tokens]
@@ -199,10 +190,6 @@ class Arguments:
             if len(shape) > dim and shape[dim] == self.length and shape[dim - 1] in of_sequences:
                 return Place(dim, dim - 1 if shape[dim - 1] > 1 else None)
         return Place(0, None) if shape[:1] == (self.length,) else None
-
-
-def _is_tuple_of_leaves(value: Any) -> bool:
-    return type(value) is tuple and all(map(tree_is_leaf, value))
 
 
 def _others(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
