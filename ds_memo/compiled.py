@@ -42,8 +42,6 @@ class Unavailable(MemoError):
 
 
 class Library(NamedTuple):
-    """A shared library and how it is built from one C++ file."""
-
     name: str
     source: Path
     flags: tuple[str, ...]

@@ -51,7 +51,6 @@ def partitioned(backend: Any, kind: PlacementKind) -> tuple[Any, dict[str, Any]]
 
 
 def name_of(backend: Any) -> str:
-    """Return a backend's name, for keys and messages."""
     return getattr(backend, "compiler_name", None) or getattr(backend, "__name__", type(backend).__name__)
 
 

@@ -177,7 +177,6 @@ class AnyLength:
 
     @staticmethod
     def unmark(arguments: Any) -> None:
-        """Remove the marks from a layer's arguments."""
         for tensor in tensor_leaves(arguments):
             vars(tensor).pop(MARK_OF_ANY_SIZE, None)
 

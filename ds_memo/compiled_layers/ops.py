@@ -63,7 +63,6 @@ def ends(call: CompiledCall) -> None:
 
 
 def calls_alive() -> int:
-    """Return the number of calls whose graph is alive."""
     return len(_calls)
 
 

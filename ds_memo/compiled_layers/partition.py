@@ -165,7 +165,6 @@ class _Partition:
         return kind is OpKind.GEMM or (kind is OpKind.BATCHED and any(arg in self._weights for arg in node.all_input_nodes))
 
     def _keeps(self, product: fx.Node) -> bool:
-        """Return True if rows of a product are kept."""
         if self._kind.without_gemms and product not in self._chosen_from:
             return False
         return op_policy.rows_are_lefts(product.target, _values(product.args), product.meta["val"])
@@ -324,7 +323,6 @@ class _Partition:
 
 
 def _values(arguments: Any) -> Any:
-    """Return the fake values of a node's arguments."""
     return fx.map_arg(arguments, lambda argument: argument.meta.get("val"))
 
 

@@ -31,7 +31,6 @@ class Keeps(NamedTuple):
     """Name of an op that materialised attention scores, or empty."""
 
     def rows_of(self, kept: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the tensors with products as rows."""
         pairs = zip(kept, self.are_products(), strict=True)
         return [op_policy.as_rows(tensor.detach()) if product else tensor.detach() for tensor, product in pairs]
 
@@ -43,7 +42,6 @@ class Keeps(NamedTuple):
         return products
 
     def split(self, kept: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the products of which a share alpha is kept."""
         ops = zip(self._by_op(kept), self.whole, self.flops, strict=True)
         return [tensors[0] for tensors, whole, work in ops if work and tensors and not whole]
 
@@ -83,8 +81,6 @@ class Keeps(NamedTuple):
 
 @dataclass(frozen=True)
 class CompiledRecipe(Recipe):
-    """The recipe of a compiled call."""
-
     slots: tuple[Kept | None, ...] = ()
     """For each tensor that the graph keeps, its place; None: no row of it is stored, or it is too small for the way."""
 

@@ -51,7 +51,6 @@ MARK_OF_ANY_SIZE = (
 
 
 def outputs_of(joint: torch.fx.GraphModule, num_fwd_outputs: int) -> tuple[list[Any], list[Any]]:
-    """Return the outputs of the forward and those of the backward."""
     forward, backward, *_ = _extract_fwd_bwd_outputs(joint, num_fwd_outputs=num_fwd_outputs)
     return forward, backward
 

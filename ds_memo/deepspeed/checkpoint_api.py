@@ -35,7 +35,6 @@ def redirect() -> None:
 
 
 def give_back() -> None:
-    """Undo redirect()."""
     for name in _NAMES:
         redirected = getattr(checkpointing, name)
         if hasattr(redirected, "_before_ds_memo"):

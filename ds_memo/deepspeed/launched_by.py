@@ -23,7 +23,6 @@ section: Mapping[str, Any] | None = None
 
 
 def given_section() -> Mapping[str, Any] | None:
-    """Return the section that `ds-memo run --memo` was given."""
     told = os.environ.get(GIVEN)
     return json.loads(bytes.fromhex(told)) if told else None
 

@@ -22,8 +22,6 @@ AHEAD = 2
 
 
 class Mark(Protocol):
-    """A place among the device's commands."""
-
     def synchronize(self) -> None:
         """Wait until the device has come there."""
 

@@ -93,7 +93,6 @@ class Analyse(NotingMode):
 
     @property
     def packs(self) -> int:
-        """Number of tensors that autograd has saved so far."""
         return self.observed.packs
 
     def _note(self, tensor: torch.Tensor) -> None:
@@ -156,7 +155,6 @@ class Analyse(NotingMode):
         return out
 
     def run_function(self, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Run a function given to `keep_whole`. It is a saved op, like attention."""
         self._fresh = None
         ran, state = noticing_draws(self.call.engine.device, self._watched, (fn, args, kwargs), {})
         call = ran.call
@@ -270,7 +268,6 @@ class Analyse(NotingMode):
             self._filled[storage_of(out)] = Filled(_of_all_bytes(out))
 
     def _have_written(self, written: Iterable[torch.Tensor], sources: int) -> None:
-        """Note what an op wrote in place."""
         for tensor in written:
             if (filled := self._filled.get(storage_of(tensor))) is not None:
                 filled.fingerprint = _of_all_bytes(tensor)

@@ -49,8 +49,6 @@ LayerRun = Callable[["Layer", Callable[..., Any], tuple, dict[str, Any]], Any]
 
 
 class Policy(Protocol):
-    """Decides the placement of each layer call."""
-
     def placement(self, layer: Layer) -> Placement: ...
 
     def settle(self, layer: Layer, placement: Placement, whole_bytes: int, split_bytes: int) -> Placement:
@@ -269,7 +267,6 @@ class Remat:
         placement: Placement,
         preserve_rng_state: bool,
     ) -> Any:
-        """Call ``fn(*args, **kwargs)`` by its placement."""
         recomputes = placement.kind is not PlacementKind.NO_RECOMPUTE
         if recomputes and self._tiler is not None:
             tiled = self._tiler.prepare(self, layer, fn, args, kwargs, placement)
@@ -412,7 +409,6 @@ class Remat:
         layer.times_left += 1
 
     def diagnose(self, layer: Layer, recipe: Recipe) -> None:
-        """Give the diagnostics of a recipe."""
         for reason in diagnose(layer.module(), recipe):
             self.warn_of(layer, f"{reason}.")
 

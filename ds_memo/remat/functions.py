@@ -165,7 +165,6 @@ class Ran:
 
     @property
     def extras(self) -> tuple[torch.Tensor, ...]:
-        """The part of `made` that the call did not return."""
         return self.made[len(self.call.differentiable) :]
 
     @property
@@ -180,7 +179,6 @@ def refused(fn: Callable[..., Any], why: str) -> MemoError:
 
 
 def name_of(fn: Callable[..., Any]) -> str:
-    """Return a function's name for messages."""
     return getattr(fn, "__qualname__", type(fn).__qualname__)
 
 
@@ -222,7 +220,6 @@ def described(
 
 
 def shapes_of(tensors: Sequence[torch.Tensor]) -> tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]:
-    """Return shape, stride and dtype of each tensor."""
     return tuple((tuple(tensor.shape), tensor.stride(), tensor.dtype) for tensor in tensors)
 
 

@@ -76,7 +76,6 @@ def recording_pack(call: Call) -> Callable[[torch.Tensor], Any]:
 
 
 def unpack(value: Any) -> torch.Tensor:
-    """Return the tensor that a pack hook took."""
     if isinstance(value, Input):
         return value.call.input_tensor(value.position)
     return value.check() if isinstance(value, DeviceInput) else value

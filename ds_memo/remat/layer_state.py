@@ -42,8 +42,6 @@ _MERGED = "merged_adapters"
 
 
 class Settings(NamedTuple):
-    """Settings of a part."""
-
     keys: frozenset[str]
     """All attributes that it has."""
     names: tuple[str, ...]
@@ -63,8 +61,6 @@ class Settings(NamedTuple):
 
 
 class Part:
-    """A module of the layer."""
-
     def __init__(self, path: str, module: nn.Module) -> None:
         self.path = path
         self.table = vars(module)
@@ -72,7 +68,6 @@ class Part:
         self.refresh()
 
     def refresh(self) -> None:
-        """Learn which attributes are settings."""
         self.keys = frozenset(self.table)
         self.names = tuple([name for name, value in self.table.items() if _is_setting(name, value)])
         self._values: Callable[[dict[str, Any]], tuple[Any, ...]] = operator.itemgetter(*self.names)
@@ -167,7 +162,6 @@ class LayerState:
         """Generators that no attribute holds and the layer draws from, by id."""
 
     def find_tensors(self) -> None:
-        """Find the buffers and other tensors that the parts hold."""
         self.tensors = [(part, *place[:2]) for part in self.parts for place in part.places() if _is_tensor(place[2])]
 
     def before(self, learns: bool = False) -> Before:

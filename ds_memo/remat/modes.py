@@ -36,7 +36,6 @@ def running_tiles() -> Iterator[None]:
 
 
 def inside_tiles() -> bool:
-    """Return True if this thread is running a layer in tiles."""
     return _thread.in_tiles
 
 

@@ -32,7 +32,6 @@ def generator_of(device: torch.device) -> torch.Generator:
 
 
 def state_of(generator: Any) -> bytes:
-    """Return a generator's state."""
     if isinstance(generator, torch.Generator):
         return generator.get_state().numpy().tobytes()
     if isinstance(generator, np.random.Generator):

@@ -36,7 +36,6 @@ class Samples:
         """None: compared."""
 
     def take(self, tensor: torch.Tensor) -> None:
-        """Take some of the tensor's values."""
         if self._taken is not None:
             self._taken.append(_some_of(tensor))
 

@@ -56,7 +56,6 @@ class Undoing:
 
 @contextmanager
 def changed(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Give an attribute another value inside the block."""
     with Undoing(functools.partial(setattr, owner, name, getattr(owner, name))):
         setattr(owner, name, value)
         yield

@@ -21,7 +21,6 @@ _running = _Running()
 
 
 def begins(session: Any) -> None:
-    """Note that a forward of the session's model begins in this thread."""
     ends(session)
     _running.sessions.append(weakref.ref(session))
 

@@ -198,7 +198,6 @@ def report(engine_or_handle: Any) -> dict[str, Any]:
 
 
 def attached() -> list[Session]:
-    """Return the sessions of all models that are attached now."""
     return list(_attached.values())
 
 

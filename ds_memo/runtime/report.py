@@ -10,7 +10,6 @@ from ds_memo.show.report_table import Report
 
 
 def report(parts: Parts, speed: Speed) -> Report:
-    """Return what is set and what happened so far."""
     engine, policy, slab, solution = parts.engine, parts.policy, parts.slab, parts.policy.pass_solution
     traffic, on_device = engine.traffic, policy.calls(PlacementKind.ON_DEVICE)
     step_s, tokens_per_s = speed.medians()

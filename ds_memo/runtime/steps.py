@@ -14,8 +14,6 @@ from ds_memo.runtime.throughput import Speed
 
 
 class Steps:
-    """Follows the optimizer steps of a model."""
-
     def __init__(self, parts: Parts, passes: Passes) -> None:
         self.speed = Speed()
         self._parts = parts
@@ -23,7 +21,6 @@ class Steps:
         self._tell_what_moved = parts.ties.tell_what_moved
 
     def watch_optimizers(self) -> None:
-        """Follow the steps of every torch optimizer that has a parameter of the model."""
         for end in watch_optimizers(self._parts.model, self, Steps.begins, Steps.ended):
             self._parts.patches.undo_with(end)
 

@@ -18,8 +18,6 @@ _STEPS = 20
 
 
 class Speed:
-    """Step times and tokens of this rank."""
-
     def __init__(self) -> None:
         self._steps: deque[tuple[float, int]] = deque(maxlen=_STEPS + 1)
         """When the latest optimizer steps ended, and the tokens by then."""

@@ -77,7 +77,6 @@ class TiledAttention:
         return None if self._call is None else self._call.frame
 
     def begin(self, placement: Placement) -> None:
-        """Open the frame."""
         frame = self._engine.begin(f"{self._tiled.layer.name}, attention", placement)
         self._call = Call(self._tiled.layer.index, (), self._engine, frame, None, self._remat.work)
 
@@ -142,7 +141,6 @@ class TiledAttention:
         return nullcontext()
 
     def _supplying(self, heads: HeadGroup) -> SupplyHeads:
-        """Replay a group, one that the forward ran for or a part of that."""
         assert self._call is not None
         return SupplyHeads(self._call, heads, self._first_ops[heads.number if heads.ranks > 1 else 0])
 
@@ -340,7 +338,6 @@ class TiledAttention:
             return self._undivided(str(error))
 
     def _undivided(self, why: str) -> list[HeadGroup]:
-        """Warn that attention runs for all heads at once."""
         self._remat.warn(
             f"memo.head_groups: {self._groups} groups are not used in {type(self._tiled.module).__name__}'s attention: {why}"
         )

@@ -41,7 +41,6 @@ class AttentionCall:
         self.leaves, self.spec = _flatten(args, kwargs)
 
     def run(self, leaves: list[Any]) -> Any:
-        """Call the function with other leaves in the place of its own."""
         args, kwargs = tree_unflatten(leaves, self.spec)
         return self.fn(*args, **kwargs)
 
@@ -70,7 +69,6 @@ class AttentionCall:
         return out if sdpa else (out.transpose(1, 2).contiguous(), None)  # models may call view() on it
 
     def result_dim(self) -> int:
-        """Return the dimension of tokens in the result."""
         query = next(leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor))
         return query.dim() - 2 if self.is_sdpa else 1
 

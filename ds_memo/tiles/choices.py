@@ -85,7 +85,6 @@ class Choices(SkipsCompiled):
 
 
 def _arguments(func: Any, args: tuple, kwargs: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield names and values of an op's arguments."""
     for position, argument in enumerate(func._schema.arguments):
         given = args[position] if position < len(args) else kwargs.get(argument.name, argument.default_value)
         yield argument.name, given

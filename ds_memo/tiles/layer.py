@@ -73,7 +73,6 @@ class Tile:
 
     @functools.cached_property
     def again_to_attention(self) -> Call:
-        """The same, but it computes what attention reads."""
         return self._like(self.recipe.again_to_attention if self.followed else self._without_ops)
 
     @functools.cached_property
@@ -150,7 +149,6 @@ class TiledCall:
         self._seed = int(torch.randint(1 << 62, ())) if tiled.shapes.draws and torch.is_grad_enabled() else None
 
     def run(self) -> Any:
-        """Run the layer; return what it returns."""
         hidden, self._hidden = self._hidden, None
         inputs, self._inputs = self._inputs, []
         if not self._trains:
@@ -260,7 +258,6 @@ class TiledCall:
         self._tiled.layer.latest = replace(of_tile, layout=layout, inputs=whole)
 
     def _frames(self) -> list[Frame]:
-        """Return the frames that are open, or keep something."""
         of_attention = self._attention.frame
         found = [*(tile.call.frame for tile in self._tiles), of_attention]
         return [frame for frame in found if frame is not None]
@@ -311,7 +308,6 @@ class TiledCall:
         return output
 
     def _tail(self, tile: Tile, hidden: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
-        """Return a tile of the layer's output."""
         args, kwargs, _ = self._arguments.tile(self._hidden_of(hidden, tile.span), tile.span)
         own = part(result, tile.span, self._shapes.result.dim).detach()
         if self._keeps_result:
@@ -482,7 +478,6 @@ class TiledCall:
 
     @contextmanager
     def _seeded(self, seed: int | None) -> Iterator[None]:
-        """Draw random numbers from a seed inside the block, if the layer draws any."""
         if seed is None:
             yield
             return

@@ -243,7 +243,6 @@ HEAD_DIMS = {
 
 
 def may_split_heads(call: Call) -> bool:
-    """Return True if every op of an attention call can run backward for a group of heads."""
     ops = [op for op in call.recipe.ops if not (isinstance(op, SavedOp) and op.func in op_policy.BATCHED)]
     return bool(ops) and all(
         isinstance(op, SavedOp) and op.kept is not None and isinstance(op.func, OpOverload) and op.func.name() in HEAD_DIMS

@@ -71,7 +71,6 @@ class Returned:
     """Shape of the tensor for one sequence and some tokens."""
 
     def tensor(self, result: Any) -> torch.Tensor:
-        """Return the tensor of a result."""
         return tree_leaves(result)[self.index]
 
     def new(self, rows: int, tokens: int, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
@@ -98,7 +97,6 @@ class Returned:
         return tensors[0]
 
     def of(self, tensor: torch.Tensor) -> Any:
-        """Return a result with this tensor."""
         return tree_unflatten([tensor if i == self.index else leaf for i, leaf in enumerate(self.leaves)], self.spec)
 
 
@@ -204,7 +202,6 @@ def by_arrival(module: nn.Module, arrivals: Sequence[int]) -> list[nn.Parameter]
 
 
 def _trained(module: nn.Module) -> dict[int, nn.Parameter]:
-    """Return a layer's parameters that are trained, by their index among all."""
     return {index: parameter for index, parameter in enumerate(module.parameters()) if parameter.requires_grad}
 
 
@@ -254,7 +251,6 @@ def _refuse_hidden_draws(run: Callable[[], Any], device: torch.device) -> None:
 
 @contextmanager
 def _evaluating(module: nn.Module) -> Iterator[None]:
-    """Switch dropout off inside the block."""
     training = [inner for inner in module.modules() if inner.training]
 
     def put_back() -> None:

@@ -99,8 +99,6 @@ hidden states and what routers chose, a stored one all GEMM outputs, too."""
 
 @dataclass(frozen=True)
 class AttentionRecipe:
-    """What attention's frame keeps."""
-
     recipe: Recipe
     output: Output | None
     """The output of an op that is attention's result, which the frame need not keep; None: there is none, or it keeps all."""

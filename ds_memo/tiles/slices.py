@@ -18,7 +18,6 @@ def part(tensor: torch.Tensor, span: Span, dim: int) -> torch.Tensor:
 
 
 def fill(memory: torch.Tensor, values: torch.Tensor | None) -> None:
-    """Write values into memory; None: zeros."""
     memory.copy_(values) if values is not None else memory.zero_()
 
 
@@ -40,7 +39,6 @@ class Place(NamedTuple):
     """Dimension of the sequences; None: the tensor has none, or one for all."""
 
     def cut(self, tensor: torch.Tensor, span: Span) -> torch.Tensor:
-        """Return a tile's part of a tensor."""
         tile = tensor.narrow(self.tokens, span.tokens.start, span.size[1])
         return tile if self.rows is None else tile.narrow(self.rows, span.rows.start, span.size[0])
 
@@ -93,7 +91,6 @@ class Arguments:
         return self._spec, self._hidden_first, self.batch > 1, tuple(leaves), tuple(self._places)
 
     def differentiable(self) -> list[torch.Tensor]:
-        """Return the tensors that are cut and need a gradient."""
         pairs = zip(self._leaves, self._places, strict=True)
         return [leaf for leaf, place in pairs if place is not None and leaf.requires_grad]
 
@@ -110,7 +107,6 @@ class Arguments:
         return [torch.zeros_like(self._leaves[i], memory_format=torch.contiguous_format) for i in self._inputs]
 
     def add(self, totals: Sequence[torch.Tensor], span: Span, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Add a tile's gradients to those of all tokens."""
         for index, total, gradient in zip(self._inputs, totals, gradients, strict=True):
             if gradient is not None:
                 self._places[index].cut(total, span).add_(gradient)  # type: ignore[union-attr]

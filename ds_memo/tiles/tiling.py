@@ -253,7 +253,6 @@ class LayerCall:
             self.module = None
 
     def run(self, forward: Callable[..., Any]) -> Any:
-        """Run the call with another forward."""
         if not self._with_hooks:
             return forward(*self.args, **self.kwargs)
         module: Any = self.module

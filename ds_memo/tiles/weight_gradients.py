@@ -78,7 +78,6 @@ class GradientSums:
         return taken
 
     def add(self, index: int, gradient: torch.Tensor) -> None:
-        """Add to the sum of one parameter."""
         total = self._wide(index)
         if total is None:
             self._sums[index] = gradient.to(_sum_dtype(gradient.dtype), copy=True, memory_format=torch.contiguous_format)
