@@ -10,7 +10,7 @@ import torch
 
 from ds_memo.placement import stored_rows
 from ds_memo.remat import op_policy
-from ds_memo.remat.recipe import Gemm, Recipe, SavedOp, storable
+from ds_memo.remat.recipe import Gemm, Notes, Recipe, SavedOp, storable
 from ds_memo.swap.frame import Kept, Layout
 
 
@@ -70,7 +70,7 @@ class Keeps(NamedTuple):
                 product, m = tensors[0], tensors[0].shape[0]
                 rows = place_rows(product, m if whole else stored_rows(alpha, m))
                 ops.append(Gemm(_op_named(name), tuple(product.shape), product.dtype, work, rows))
-        return CompiledRecipe(ops, inputs, layout, packs=1, softmax=self.softmax or None, slots=tuple(slots))
+        return CompiledRecipe(ops, inputs, layout, packs=1, notes=Notes(softmax=self.softmax or None), slots=tuple(slots))
 
     def _by_op(self, kept: Sequence[torch.Tensor]) -> Iterator[Sequence[torch.Tensor]]:
         begin = self.inputs

@@ -113,7 +113,9 @@ class Analyse(NotingMode):
             frame.aside.add(stream)
         sources = self._made_of_all(args, kwargs)
         if self._blank and kind is not OpKind.MUTATES and not func.is_view:
-            self.observed.hidden_kernels |= any(storage_of(tensor) in self._blank for tensor in tensor_leaves((args, kwargs)))
+            self.observed.notes.hidden_kernels |= any(
+                storage_of(tensor) in self._blank for tensor in tensor_leaves((args, kwargs))
+            )
         fresh, self._fresh = self._fresh, self._fresh if func in op_policy.VIEWS else None
         if kind is OpKind.ATTENTION or kind is OpKind.CHOICE:
             return self._run_saved(kind, func, args, kwargs, sources)
@@ -123,7 +125,7 @@ class Analyse(NotingMode):
             self.observed.wanted |= sources
             self._choose_from(self._made_of_all(op_policy.chooses_by(func, args)))
         if func in op_policy.SOFTMAX and op_policy.materialises_scores(func, args[0]):
-            self.observed.softmax = str(func)
+            self.observed.notes.softmax = str(func)
         out = func(*args, **kwargs)
         has_weight = self._follow_weights(kind, args, out)
         without_tokens = self._follow_constants(func, (args, kwargs), out)
@@ -146,7 +148,7 @@ class Analyse(NotingMode):
         out, state = noticing_draws(self.call.engine.device, func, args, kwargs)
         if state is not None:
             self.call.rng_after[len(self.observed.ops)] = state
-        self.observed.unkept.attention_ops += kind is OpKind.ATTENTION and under_a_checkpoint()
+        self.observed.notes.attention_ops += kind is OpKind.ATTENTION and under_a_checkpoint()
         outputs = tuple(detached(value) for value in as_tuple(out))
         self.observed.ops.append(ObservedSavedOp(func, outputs, sources, fingerprint(outputs)))
         if kind is OpKind.CHOICE:
@@ -162,7 +164,7 @@ class Analyse(NotingMode):
             raise refused(fn, "its backward needs a parameter that is not among its arguments. Pass it")
         if state is not None:
             self.call.rng_after[len(self.observed.ops)] = state
-        self.observed.unkept.attention_ops += under_a_checkpoint()
+        self.observed.notes.attention_ops += under_a_checkpoint()
         self.observed.packs += len(call.saved)
         if self.call.samples is not None:
             self.call.samples.skip(len(call.saved))
@@ -177,7 +179,7 @@ class Analyse(NotingMode):
         if self.call.before is not None:
             self.call.weights[len(self.observed.ops)] = self.call.weight_of(func, args)
         product, flops = out.detach(), op_policy.gemm_flops(func, args, out)
-        self.observed.unkept.gemm_flops += flops if under_a_checkpoint() else 0
+        self.observed.notes.gemm_flops += flops if under_a_checkpoint() else 0
         splits = op_policy.splits_by_rows(func, args, out)
         product = op_policy.as_rows(product) if splits else product
         gemm = ObservedGemm(func, tuple(out.shape), product, flops, sources, splits, fingerprint(product), without_tokens)
@@ -240,7 +242,7 @@ class Analyse(NotingMode):
         if storage not in self._sources:
             self._made(tensor, self._all_so_far)
             self._older.add(storage)
-            self.observed.hidden_kernels = True
+            self.observed.notes.hidden_kernels = True
         sources = self._sources[storage]
         if sources != ALL_SO_FAR:
             return sources
@@ -251,7 +253,7 @@ class Analyse(NotingMode):
             unchanged = torch.equal(filled.fingerprint, _of_all_bytes(tensor))
         if not unchanged:
             del self._filled[storage]
-            self.observed.hidden_kernels = True
+            self.observed.notes.hidden_kernels = True
             return self._all_so_far
         return self._all_so_far // 3 | filled.sources  # lower bits only: a kernel may have written the values that were there
 

@@ -16,16 +16,16 @@ MEM_EFFICIENT_TOKENS = 1 << 16
 
 def diagnose(module: nn.Module | None, recipe: Recipe) -> Iterator[str]:
     """Yield the warnings about a layer's recipe, each as the rest of a sentence that begins with "layer NAME: "."""
-    unkept = recipe.unkept
-    if recipe.rewritten:
+    notes = recipe.notes
+    if notes.rewritten:
         yield (
-            f"outputs of {recipe.rewritten} were changed in place by a kernel that PyTorch cannot see "
+            f"outputs of {', '.join(notes.rewritten)} were changed in place by a kernel that PyTorch cannot see "
             "(a Triton kernel that is no custom op?), so these ops run again in each backward"
         )
-    if unkept.attention_ops or unkept.gemm_flops:
+    if notes.attention_ops or notes.gemm_flops:
         yield (
             "a part of it runs under torch.utils.checkpoint, and runs again in each backward whatever is kept: "
-            f"{unkept.gemm_flops / (recipe.gemm_flops or 1):.0%} of its GEMM FLOPs, {unkept.attention_ops} attention calls. "
+            f"{notes.gemm_flops / (recipe.gemm_flops or 1):.0%} of its GEMM FLOPs, {notes.attention_ops} attention calls. "
             "Leave that checkpoint out: ds_memo sees to what is computed again"
         )
     if recipe.mem_efficient_tokens > MEM_EFFICIENT_TOKENS:
@@ -44,28 +44,23 @@ def diagnose(module: nn.Module | None, recipe: Recipe) -> Iterator[str]:
         why = compiled if module is not None and has_compiled(module) else ""
         but = "all of it but attention" if recipe.attention_ops else "all of it, attention too,"
         yield f"no GEMM was seen in it, so each backward runs {but} again{why}"
-    elif not recipe.attention_ops and recipe.softmax == str(op_policy.SAFE_SOFTMAX):
+    elif not recipe.attention_ops and notes.softmax == str(op_policy.SAFE_SOFTMAX):
         yield (
             "no attention kernel was seen in it, though it calls scaled_dot_product_attention, so its attention runs a second "
             "time in each backward. PyTorch has none where a mask needs a gradient (T5), and on a CPU where attention has "
             "dropout or values are not as wide as keys (multi-head latent attention)"
         )
-    elif not recipe.attention_ops and recipe.softmax:
+    elif not recipe.attention_ops and notes.softmax:
         yield (
-            f"no attention kernel was seen in it, {recipe.softmax} was (attention that materialises its scores), so its "
+            f"no attention kernel was seen in it, {notes.softmax} was (attention that materialises its scores), so its "
             'attention runs a second time in each backward. Use attn_implementation="sdpa" or a flash-attn package, and no 4-D '
             "attention mask"
         )
-    elif not recipe.attention_ops and recipe.hidden_kernels:
+    elif not recipe.attention_ops and notes.hidden_kernels:
         yield (
             "no attention kernel was seen in it, but the work of a kernel that PyTorch does not show. If that is attention, it "
             "runs a second time in each backward, unless the function goes through ds_memo.keep_whole"
         )
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """Return True if a call of the module goes through torch.compile."""
-    return module._compiled_call_impl is not None or isinstance(module, torch._dynamo.eval_frame.OptimizedModule)
 
 
 def within_compiled(module: nn.Module) -> nn.Module:
@@ -75,4 +70,5 @@ def within_compiled(module: nn.Module) -> nn.Module:
 
 def has_compiled(module: nn.Module) -> bool:
     """Return True if the module, or a module in it, is compiled."""
-    return any(map(is_compiled, module.modules()))
+    wrapper = torch._dynamo.eval_frame.OptimizedModule
+    return any(part._compiled_call_impl is not None or isinstance(part, wrapper) for part in module.modules())

@@ -34,16 +34,6 @@ class DeviceInput:
         return self.tensor
 
 
-class Input:
-    """Stands for a layer input that its frame keeps."""
-
-    __slots__ = ("call", "position")
-
-    def __init__(self, call: Call, position: int) -> None:
-        self.call = call
-        self.position = position
-
-
 def analysing_pack(call: Call, observed: Observed) -> Callable[[torch.Tensor], Any]:
     """Return the pack hook of a call that is analysed: it decides which inputs the frame keeps."""
 
@@ -54,7 +44,7 @@ def analysing_pack(call: Call, observed: Observed) -> Callable[[torch.Tensor], A
         # Hidden states come first or need a gradient. All layers share the others (masks, rotary tables): device inputs.
         goes = (position == 0 or tensor.requires_grad) and tensor.is_floating_point() and storable(tensor)
         observed.inputs.append(tensor.detach() if goes else None)
-        return Input(call, position) if goes else DeviceInput(call.frame.name, tensor)
+        return functools.partial(call.input_tensor, position) if goes else DeviceInput(call.frame.name, tensor).check
 
     return pack
 
@@ -68,17 +58,16 @@ def recording_pack(call: Call) -> Callable[[torch.Tensor], Any]:
             return tensor
         position, kept = next(inputs, (0, None))
         if kept is None or tensor.shape != kept.shape or tensor.stride() != kept.stride:
-            return DeviceInput(call.frame.name, tensor)
+            return DeviceInput(call.frame.name, tensor).check
         call.engine.keep(call.frame, kept, tensor)
-        return Input(call, position)
+        return functools.partial(call.input_tensor, position)
 
     return pack
 
 
 def unpack(value: Any) -> torch.Tensor:
-    if isinstance(value, Input):
-        return value.call.input_tensor(value.position)
-    return value.check() if isinstance(value, DeviceInput) else value
+    """Return the tensor from what a pack hook returned: a tensor as it is, or a function."""
+    return value if isinstance(value, torch.Tensor) else value()
 
 
 class Lifted(NamedTuple):

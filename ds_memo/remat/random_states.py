@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 import random
 import sys
@@ -63,14 +64,7 @@ def set_states(states: Iterable[tuple[Any, bytes]]) -> None:
 
 def another(generator: Any) -> Any:
     """Return a new generator of the same class, with the same state."""
-    if isinstance(generator, torch.Generator):
-        made: Any = torch.Generator(generator.device)
-    elif isinstance(generator, np.random.Generator):
-        made = np.random.Generator(type(generator.bit_generator)())
-    else:
-        made = type(generator)()
-    set_state(made, state_of(generator))
-    return made
+    return generator.clone_state() if isinstance(generator, torch.Generator) else copy.deepcopy(generator)
 
 
 def own_states(device: torch.device) -> list[tuple[Any, bytes]]:

@@ -81,13 +81,19 @@ class SavedOp:
 
 
 @dataclass
-class Unkept:
-    """Work of one call that each backward repeats, whatever alpha is."""
+class Notes:
+    """Why a backward repeats more than alpha says, or has wrong results."""
 
     attention_ops: int = 0
     """Attention calls under a torch.utils.checkpoint inside the layer, which recomputes them whatever is kept."""
     gemm_flops: int = 0
     """FLOPs of GEMMs under such a checkpoint."""
+    softmax: str | None = None
+    """Name of an op that materialised attention scores."""
+    hidden_kernels: bool = False
+    """True if something was read that only a kernel which PyTorch does not show can have computed."""
+    rewritten: list[str] = field(default_factory=list)
+    """Names of ops whose outputs a kernel that PyTorch does not show changed."""
 
 
 @dataclass(frozen=True)
@@ -99,13 +105,7 @@ class Recipe:
     layout: Layout
     packs: int
     """Tensors that autograd saved. A call that saves another number leaves the recipe."""
-    softmax: str | None
-    """Name of an op that materialised attention scores."""
-    hidden_kernels: bool = False
-    """True if something was read that only a kernel which PyTorch does not show can have computed."""
-    rewritten: str = ""
-    """Names of ops whose outputs a kernel that PyTorch does not show changed, separated by commas."""
-    unkept: Unkept = field(default_factory=Unkept)
+    notes: Notes = field(default_factory=Notes)
 
     @cached_property
     def gemm_flops(self) -> int:
@@ -169,13 +169,9 @@ class Observed:
     wanted: int = 0
     """The GEMMs that a saved tensor depends on, by the lower of their two bits."""
     packs: int = 0
-    softmax: str | None = None
-    hidden_kernels: bool = False
     set_aside: list[torch.Tensor] = field(default_factory=list)
     """Copies of tensors that the layer later changed in place."""
-    rewritten: list[str] = field(default_factory=list)
-    """Ops whose outputs a kernel that PyTorch does not show changed."""
-    unkept: Unkept = field(default_factory=Unkept)
+    notes: Notes = field(default_factory=Notes)
 
     def note_hidden_writes(self) -> None:
         """Find outputs that a kernel changed in place without PyTorch's knowledge, as Triton rotary embeddings do.
@@ -192,7 +188,7 @@ class Observed:
         for op, unchanged in zip(self.ops, same, strict=True):
             if unchanged:
                 continue
-            self.rewritten.append(str(op.func))
+            self.notes.rewritten.append(str(op.func))
             if isinstance(op, ObservedGemm):
                 op.splits = False
             else:
@@ -246,8 +242,13 @@ def make_recipe(observed: Observed, alpha: float) -> tuple[Recipe, list[tuple[Ke
         The recipe, and what this call keeps: each `Kept` with its tensor.
     """
     if not observed.packs:  # frozen: no replay will come
-        ops = [_unkept(op) for op in observed.ops]
-        return Recipe(ops, [None] * len(observed.inputs), Layout(), 0, observed.softmax), []
+        ops = [
+            SavedOp(op.func, None)
+            if isinstance(op, ObservedSavedOp)
+            else Gemm(op.func, op.shape, op.out.dtype, op.flops, wanted=False)
+            for op in observed.ops
+        ]
+        return Recipe(ops, [None] * len(observed.inputs), Layout(), 0, Notes(softmax=observed.notes.softmax)), []
 
     layout, tensors = Layout(), []
 
@@ -271,27 +272,11 @@ def make_recipe(observed: Observed, alpha: float) -> tuple[Recipe, list[tuple[Ke
         rows = m if op.chosen_from else stored_rows(alpha, m)
         kept = store(op.out, rows) if wanted and op.splits and rows else None
         ops.append(Gemm(op.func, op.shape, op.out.dtype, op.flops, kept, wanted, op.biased))
-    recipe = Recipe(
-        ops=ops,
-        inputs=inputs,
-        layout=layout,
-        packs=observed.packs,
-        softmax=observed.softmax,
-        hidden_kernels=observed.hidden_kernels,
-        rewritten=", ".join(observed.rewritten),
-        unkept=observed.unkept,
-    )
-    return recipe, tensors
+    return Recipe(ops, inputs, layout, observed.packs, observed.notes), tensors
 
 
 def _is_attention(func: OpOverload | FunctionCall) -> bool:
     return isinstance(func, FunctionCall) or op_policy.is_attention(func)
-
-
-def _unkept(op: ObservedGemm | ObservedSavedOp) -> Gemm | SavedOp:
-    if isinstance(op, ObservedSavedOp):
-        return SavedOp(op.func, None)
-    return Gemm(op.func, op.shape, op.out.dtype, op.flops, wanted=False)
 
 
 def fingerprint(outputs: Any) -> torch.Tensor:

@@ -32,10 +32,10 @@ class Replay(Mode):
             argument.check()
         if self.call.frame.state != "ready":  # no input of the layer was swapped
             self.call.begin_replay()
-        recipe, unkept, work = self.call.recipe, self.call.recipe.unkept, self.call.work
-        work.attention_ops_recomputed += recipe.softmax is not None and not recipe.attention_ops
-        work.attention_ops_recomputed += unkept.attention_ops
-        work.gemm_flops_recomputed += unkept.gemm_flops
+        recipe, notes, work = self.call.recipe, self.call.recipe.notes, self.call.work
+        work.attention_ops_recomputed += notes.softmax is not None and not recipe.attention_ops
+        work.attention_ops_recomputed += notes.attention_ops
+        work.gemm_flops_recomputed += notes.gemm_flops
         return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:

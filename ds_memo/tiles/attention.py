@@ -192,7 +192,7 @@ class TiledAttention:
         """Make the recipe of a call that was analysed, and keep this call's tensors by it."""
         call = self._call
         assert call is not None
-        if observed.softmax and all(isinstance(op, ObservedSavedOp) and op.recomputed for op in observed.ops):
+        if observed.notes.softmax and all(isinstance(op, ObservedSavedOp) and op.recomputed for op in observed.ops):
             raise CannotTile("its attention makes a matrix of tokens × tokens")
         if any(isinstance(getattr(op, "func", None), FunctionCall) for op in observed.ops):
             raise CannotTile("its attention is a keep_whole function")

@@ -196,7 +196,7 @@ def analyse(
         whole.note_hidden_writes()
         for gemm in whole.gemms():
             gemm.splits &= not gemm.without_tokens  # alike in all tiles: each computes it, and none stores it
-        whole.softmax = None  # a router's: attention is not in it
+        whole.notes.softmax = None  # a router's: attention is not in it
         to_attention = [part.is_wanted(i) for i in range(len(part.gemms()))]
 
         wanted, found = whole.wanted, {}
