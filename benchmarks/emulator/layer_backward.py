@@ -49,10 +49,10 @@ COLOURS = {
 _STAGES = {
     "remat/call.py:begin_replay": 1,
     "remat/checkpoint.py:_until_stopped": 1,
-    "tiles/layer.py:_heads_again": 1,
-    "tiles/layer.py:_tails_backward": 1,
+    "tiles/layer.py:_pre_again": 1,
+    "tiles/layer.py:_post_backward": 1,
     "tiles/attention.py:backward": 2,
-    "tiles/layer.py:_heads_backward": 3,
+    "tiles/layer.py:_pre_backward": 3,
 }
 """Functions by their order in a layer's backward."""
 _AUTOGRAD = 4

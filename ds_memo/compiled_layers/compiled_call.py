@@ -71,7 +71,7 @@ class CompiledCall:
                 remat.engine.keep(self.frame, slot, tensor)
 
     def _first_recipe(self, kept: Sequence[torch.Tensor], keeps: Keeps) -> CompiledRecipe:
-        """Make the recipe of a first call of its kind."""
+        """Make the recipe of a first call of its signature."""
         policy = self._remat.policy
         if not self.frame.resident:
             split = sum(tensor.nbytes for tensor in keeps.split(kept))

@@ -124,11 +124,11 @@ class CompiledForward(OwnForward):
         arguments = (*args, *kwargs.values())
         if any(map(is_traceable_wrapper_subclass, (*layer.parameters, *arguments))):
             raise CannotCompile("has tensor subclasses (DTensor, quantised weights) among its inputs or parameters")
-        key = layer.kind_of_call(arguments, placement), self.plain
+        key = layer.signature(arguments, placement), self.plain
         recipe = layer.recipes.get(key)
         if recipe is not None and not (placement.kind.on_device or remat.policy.has_room(recipe.layout.host_bytes)):
             placement = FULL_RECOMPUTE
-            key = layer.kind_of_call(arguments, placement), self.plain
+            key = layer.signature(arguments, placement), self.plain
         fn = functools.partial(self.compiled.function(self.plain, placement.kind), *args, **kwargs)
         return functools.partial(
             self._run, remat, layer, CompiledCall(remat, layer, remat.engine.begin(layer.name, placement), key), fn

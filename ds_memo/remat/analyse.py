@@ -1,4 +1,4 @@
-"""Analyse: watch a layer's first forward of a kind to make its recipe."""
+"""Analyse: watch a layer's first forward of a signature to make its recipe."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Filled:
 
 
 class Analyse(NotingMode):
-    """Watch a layer's first forward of a kind to find which outputs its backward depends on. Copy nothing before its end.
+    """Watch a layer's first forward of a signature to find which outputs its backward depends on. Copy nothing before its end.
 
     Track the *sources* of each storage: the GEMMs whose outputs it was computed from. They reach back to the nearest GEMM or
     saved op, since those outputs can be supplied. A storage that no op returned (a compiled region's output, memory that NumPy

@@ -145,7 +145,7 @@ class Layer:
     def follows_recipes(self) -> bool:
         return self.times_left < _TIMES_LEFT
 
-    def kind_of_call(self, args: tuple, placement: Placement) -> Any:
+    def signature(self, args: tuple, placement: Placement) -> Any:
         """Return the key of a call's recipe: what the recipe depends on and is cheap to read.
 
         A call that differs in anything else leaves its recipe on the way.
@@ -156,7 +156,7 @@ class Layer:
         return tensors, trained, self.module().training, cast, placement
 
     def remember(self, key: Any, recipe: Recipe) -> None:
-        """Keep a recipe for later calls of its kind. The number is limited, because lengths may never repeat."""
+        """Keep a recipe for later calls of its signature. The number is limited, because lengths may never repeat."""
         if not self.follows_recipes:
             self._times_alike = self._times_alike + 1 if recipe == self.recipes.get(key) else 0
             if self._times_alike == _TIMES_ALIKE:
@@ -176,7 +176,7 @@ class Remat:
         attention: the "memo" section's field. "cudnn" and "flash" are enforced here; flash-attn packages are the model's to call.
         observers: told which layer runs, in this order.
         tiler: None: layers run whole.
-        aside: returns a context for what is run once for a kind of call, and not as a part of the pass.
+        aside: returns a context for what is run once for a signature, and not as a part of the pass.
         part_begins: told of each part of a layer in tiles. A profile measures them.
     """
 
@@ -298,7 +298,7 @@ class Remat:
         return out
 
     def _run_checkpointed(self, layer: Layer, placement: Placement, lifted: Lifted, preserve_rng_state: bool) -> Any:
-        key = layer.kind_of_call(lifted.args, placement) if layer.module() is not None else None
+        key = layer.signature(lifted.args, placement) if layer.module() is not None else None
         recipe = layer.recipes.get(key) if layer.follows_recipes else None
         if recipe is not None and not (placement.kind.on_device or self.policy.has_room(recipe.layout.host_bytes)):
             return self._run_checkpointed(layer, FULL_RECOMPUTE, lifted, preserve_rng_state)

@@ -58,7 +58,7 @@ def has_inner_tensors(types: Sequence[type]) -> bool:
 
     A mode answers NotImplemented, and then sees the ops inside. Not a DTensor's, whose first call runs more ops than later ones.
     """
-    return any(hasattr(kind, "__tensor_flatten__") and kind.__name__ != "DTensor" for kind in types)
+    return any(hasattr(cls, "__tensor_flatten__") and cls.__name__ != "DTensor" for cls in types)
 
 
 class SkipsCompiled(TorchDispatchMode):

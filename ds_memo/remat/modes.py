@@ -1,6 +1,6 @@
 """The common base of the three dispatch modes.
 
-analyse.py watches a layer's first forward of a kind, record.py its later forwards, replay.py runs before each backward. They
+analyse.py watches a layer's first forward of a signature, record.py its later forwards, replay.py runs before each backward. They
 see every aten op of the layer, below autograd. The first two note what the replay needs; the replay must repeat their ops one by
 one.
 """

@@ -1,4 +1,4 @@
-"""A recipe: what a layer call keeps, op by op. The first call of a kind makes it, and later calls follow it."""
+"""A recipe: what a layer call keeps, op by op. The first call of a signature makes it, and later calls follow it."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class Notes:
 
 @dataclass(frozen=True)
 class Recipe:
-    """The ops of a kind of call: what is kept of each, and what its replay does."""
+    """The ops of calls of one signature: what is kept of each, and what its replay does."""
 
     ops: list[Gemm | SavedOp]
     inputs: list[Kept | None]

@@ -1,9 +1,9 @@
 """A layer that runs in tiles of tokens, forward and backward, as one autograd function.
 
-    forward   head of each tile: q, k, v ─► attention over all tokens ─► tail of each tile: the output
-    backward  whole run of each tile, last first: q, k, v again, and the tail's backward: d(attention's output), a part of d(x)
+    forward   pre of each tile: q, k, v ─► attention over all tokens ─► post of each tile: the output
+    backward  whole run of each tile, last first: q, k, v again, and the post's backward: d(attention's output), a part of d(x)
               attention's backward, a group of heads at a time; its gradients overwrite q, k, v
-              head of each tile, last first: its backward, the rest of d(x)
+              pre of each tile, last first: its backward, the rest of d(x)
 
 Frames: one for attention (its log-sum-exp), one for each tile (its hidden states, its part of attention's output, what routers
 chose, and if the tile is stored all GEMM outputs). The backward asks for the tiles', attention's, and the tiles' once more.
@@ -41,7 +41,7 @@ from ds_memo.tiles.around import aliased, autocast_as, autocast_now, dropping, r
 from ds_memo.tiles.attention import TiledAttention
 from ds_memo.tiles.attention_call import AttentionCall, Gathered, run_to_attention, run_with_attention
 from ds_memo.tiles.gradient_owner import is_owned
-from ds_memo.tiles.modes import LeftRecipe, RecordHead, RecordTail, ReplayTail
+from ds_memo.tiles.modes import LeftRecipe, RecordPost, RecordPre, ReplayPost
 from ds_memo.tiles.probe import by_arrival
 from ds_memo.tiles.recipes import SizeRecipes, TiledLayer, TileRecipe, analyse, remember
 from ds_memo.tiles.slices import Arguments, fill, hidden_states, new_whole, part
@@ -60,7 +60,7 @@ class Tile:
     seed: int | None
     """Seed of the tile's random numbers; None: it draws none."""
     followed: bool = False
-    """True if the head did what the recipe says, as far as is known. The run behind attention compares it once more."""
+    """True if the pre did what the recipe says, as far as is known. The run behind attention compares it once more."""
 
     def hidden(self) -> torch.Tensor:
         """Return its hidden states from its frame, as a leaf."""
@@ -172,12 +172,12 @@ class TiledCall:
             with running_tiles(), self._grads(), dropping(), aliased(self._tiled.module, self._parameters):
                 if not self._recomputes:  # the first frame: the backward of the layer above goes on with the last tile's
                     self._attention.begin(self._placement)
-                gathered = self._heads(hidden, recipes)
+                gathered = self._pre(hidden, recipes)
                 self._remat.part_begins("attention")
                 attend = self._attention.run_and_forget if self._recomputes else self._attention.run
                 result = attend(gathered)
                 del gathered
-                output = self._tails(hidden, result)
+                output = self._post(hidden, result)
             self._result_dtype = result.dtype
             if not self._recomputes:
                 self._tiled.result_differs = self._attention.result_differs
@@ -262,7 +262,7 @@ class TiledCall:
         found = [*(tile.call.frame for tile in self._tiles), of_attention]
         return [frame for frame in found if frame is not None]
 
-    def _heads(self, hidden: torch.Tensor, recipes: dict[tuple[int, int], SizeRecipes]) -> Gathered:
+    def _pre(self, hidden: torch.Tensor, recipes: dict[tuple[int, int], SizeRecipes]) -> Gathered:
         self._remat.part_begins("heads")
         gathered = Gathered(self._shapes.arguments, self._arguments.batch, self._arguments.length)
         all_stored = stored_tiles(len(self._spans), self._placement.decided_alpha)
@@ -280,7 +280,7 @@ class TiledCall:
                 self._engine.adopt(frame, recipe.layout)
                 self._engine.keep(frame, recipe.inputs[0], x)
             args, kwargs, wholes = self._arguments.tile(x, span)
-            mode = RecordHead(call, len(of_tile.head)) if of_tile.records_head else None
+            mode = RecordPre(call, len(of_tile.pre)) if of_tile.records_pre else None
             with self._seeded(tile.seed), mode or nullcontext():
                 reached = run_to_attention(self._forward, args, kwargs, self._shapes.sdpa)
             tile.followed = mode is None or mode.followed
@@ -292,11 +292,11 @@ class TiledCall:
         """Return a tile's hidden states as a leaf, in row-major order: its ops are then the same for any layout of the whole."""
         return part(hidden.detach(), span, 1).contiguous().requires_grad_(self._trains)
 
-    def _tails(self, hidden: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+    def _post(self, hidden: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
         self._remat.part_begins("tails")
         output: torch.Tensor | None = None
         for tile in self._tiles:
-            of_tile = self._tail(tile, hidden, result)
+            of_tile = self._tile_post(tile, hidden, result)
             if output is None:
                 output = new_whole(of_tile, self._arguments.batch, self._arguments.length, 1)
             part(output, tile.span, 1).copy_(of_tile)
@@ -307,14 +307,14 @@ class TiledCall:
         assert output is not None
         return output
 
-    def _tail(self, tile: Tile, hidden: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+    def _tile_post(self, tile: Tile, hidden: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
         args, kwargs, _ = self._arguments.tile(self._hidden_of(hidden, tile.span), tile.span)
         own = part(result, tile.span, self._shapes.result.dim).detach()
         if self._keeps_result:
             self._engine.keep(tile.call.frame, tile.call.recipe.inputs[1], own)
         given = self._shapes.result.of(own.requires_grad_(self._trains))
         if tile.followed:
-            mode = RecordTail(tile.call, tile.recipe.needed_behind, tile.recipe.records_tail)
+            mode = RecordPost(tile.call, tile.recipe.needed_behind, tile.recipe.records_post)
 
             def supply(reached: AttentionCall) -> Any:
                 mode.attention_reached()
@@ -356,11 +356,11 @@ class TiledCall:
             if self._keeps_result:
                 result = self._new_result(gradient.device) if self._result is None else self._result
             else:
-                self._heads_again(gathered)
+                self._pre_again(gathered)
                 result = self._attention.result(gathered, then=self._last_frame)
             d_hidden = gradient if may_overwrite else torch.empty_like(gradient, memory_format=torch.contiguous_format)
             d_result = self._new_result(gradient.device)
-            self._tails_backward(sums, gathered, gradient, d_hidden, d_inputs, result, d_result)
+            self._post_backward(sums, gathered, gradient, d_hidden, d_inputs, result, d_result)
             sums.settle()
             self._remat.part_begins("attention_backward")
             self._attention.supply(result)
@@ -368,7 +368,7 @@ class TiledCall:
             self._attention.backward(sums, aliases, gathered, d_result, then=self._last_frame)
             del d_result
             self._remat.part_begins("heads_backward")
-            self._heads_backward(sums, gathered, d_hidden, d_inputs)
+            self._pre_backward(sums, gathered, d_hidden, d_inputs)
             return [d_hidden, *d_inputs, *sums.take()]
 
     @property
@@ -378,7 +378,7 @@ class TiledCall:
     def _new_result(self, device: torch.device) -> torch.Tensor:
         return self._shapes.result.new(self._arguments.batch, self._arguments.length, self._result_dtype, device)
 
-    def _heads_again(self, gathered: Gathered) -> None:
+    def _pre_again(self, gathered: Gathered) -> None:
         """Run every tile up to attention once more: fill `gathered`."""
         for tile in self._tiles:
             tile.call.frame.first_only = reads_hidden_only(tile.again_to_attention)
@@ -391,7 +391,7 @@ class TiledCall:
                 reached = run_to_attention(self._forward, args, kwargs, self._shapes.sdpa)
             gathered.add(tile.span, reached, wholes)
 
-    def _tails_backward(
+    def _post_backward(
         self,
         sums: GradientSums,
         gathered: Gathered,
@@ -417,14 +417,14 @@ class TiledCall:
                 own = kept
                 del kept
             own = own.detach().requires_grad_()
-            d_x, d_own, *d_others = self._tail_backward(sums, tile, gathered, own, part(gradient, tile.span, 1))
+            d_x, d_own, *d_others = self._tile_post_backward(sums, tile, gathered, own, part(gradient, tile.span, 1))
             tile.call.frame.first_only = reads_hidden_only(tile.up_to_attention)
             fill(part(d_result, tile.span, dim), d_own)
             fill(part(d_hidden, tile.span, 1), d_x)
             self._arguments.add(d_inputs, tile.span, d_others)
             del own, d_own, d_x, d_others  # before the next tile is reloaded and runs again
 
-    def _tail_backward(
+    def _tile_post_backward(
         self, sums: GradientSums, tile: Tile, gathered: Gathered, own: torch.Tensor, d_output: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
         """Return the gradients of a tile's hidden states, of attention's output `own`, and of other inputs, by what follows
@@ -435,35 +435,33 @@ class TiledCall:
         def supply(reached: AttentionCall) -> Any:
             if self._keeps_result:
                 gathered.add(tile.span, reached, wholes)
-            if isinstance(mode, ReplayTail):
+            if isinstance(mode, ReplayPost):
                 mode.attention_reached()
             return self._shapes.result.of(own)
 
-        mode = self._tail_replay(tile)
+        mode = self._post_replay(tile)
         with torch.enable_grad(), self._seeded(tile.seed), mode:
             output = self._shapes.output.tensor(run_with_attention(self._forward, args, kwargs, supply, self._shapes.sdpa))
         return sums.backward([output], [d_output], [x, own, *self._arguments.inputs(args, kwargs)])
 
-    def _tail_replay(self, tile: Tile) -> Replay:
+    def _post_replay(self, tile: Tile) -> Replay:
         recipe = tile.recipe
-        if tile.followed and self._keeps_result and recipe.head_flops is not None:
-            return ReplayTail(tile.call, len(recipe.head), recipe.head_flops)
+        if tile.followed and self._keeps_result and recipe.pre_flops is not None:
+            return ReplayPost(tile.call, len(recipe.pre), recipe.pre_flops)
         return Replay(tile.call if self._keeps_result else tile.behind_attention)
 
-    def _heads_backward(
-        self, sums: GradientSums, gathered: Gathered, d_hidden: torch.Tensor, d_inputs: list[torch.Tensor]
-    ) -> None:
+    def _pre_backward(self, sums: GradientSums, gathered: Gathered, d_hidden: torch.Tensor, d_inputs: list[torch.Tensor]) -> None:
         """Run the backward of what comes before attention: add to `d_hidden` and `d_inputs`."""
         for tile in reversed(self._tiles):
             self._engine.bring_back(tile.call.frame)
             tile.call.frame.first_only = False
-            d_x, *d_others = self._head_backward(sums, tile, gathered)
+            d_x, *d_others = self._tile_pre_backward(sums, tile, gathered)
             if d_x is not None:
                 part(d_hidden, tile.span, 1).add_(d_x)
             self._arguments.add(d_inputs, tile.span, d_others)
             del d_x, d_others
 
-    def _head_backward(self, sums: GradientSums, tile: Tile, gathered: Gathered) -> tuple[torch.Tensor | None, ...]:
+    def _tile_pre_backward(self, sums: GradientSums, tile: Tile, gathered: Gathered) -> tuple[torch.Tensor | None, ...]:
         """Return the gradients of a tile's hidden states and of other inputs, by what comes before attention."""
         x, shapes = tile.hidden(), self._shapes
         args, kwargs, _ = self._arguments.tile(x, tile.span)

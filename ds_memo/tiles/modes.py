@@ -1,10 +1,10 @@
 """The dispatch modes of a tile. They extend those of a whole layer by what lies before and behind attention.
 
-A tile's recipe lists the ops of a whole run: those before attention (the head), then those behind it (the tail). The forward runs
-the head once up to attention, and once more, dead, on the way to the tail.
+A tile's recipe lists the ops of a whole run: those before attention (its pre), then those behind it (its post). The forward runs
+the pre once up to attention, and once more, dead, on the way to the post.
 
-A mode doubles the host time of each op. So it is on the stack only during parts, the head or the tail, of which it supplies,
-keeps or leaves out something. The dead head is always compared with the recipe, and so is the head in its own backward.
+A mode doubles the host time of each op. So it is on the stack only during parts, the pre or the post, of which it supplies,
+keeps or leaves out something. The dead pre is always compared with the recipe, and so is the pre in its own backward.
 """
 
 from __future__ import annotations
@@ -30,55 +30,55 @@ from ds_memo.remat.replay import Replay
 
 
 class AnalyseTile(Analyse):
-    """Watch a whole run of a tile: also which GEMMs of its head the tail needs."""
+    """Watch a whole run of a tile: also which GEMMs of its pre the post needs."""
 
     def __init__(self, call: Call, observed: Observed, givens: Iterable[torch.Tensor]) -> None:
         super().__init__(call, observed, givens)
-        self.head: int | None = None
+        self.pre: int | None = None
         """Number of ops before attention; None before it is reached."""
-        self.head_writes = self.tail_writes = False
+        self.pre_writes = self.post_writes = False
         """True if ops there write in place, other than a product's bias to the product."""
-        self._tail_reads = 0
+        self._post_reads = 0
 
     def attention_reached(self, reads: Iterable[torch.Tensor], supplied: Iterable[torch.Tensor]) -> None:
         """Note that attention reads these tensors, and that what follows is given those."""
-        self.head = len(self.observed.ops)
+        self.pre = len(self.observed.ops)
         self.observed.wanted |= self._made_of_all(list(reads))
         for tensor in supplied:
             self._made(tensor, 0)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if self.head is not None and not has_inner_tensors(types):
-            self._tail_reads |= self._made_of_all(args, kwargs or {})
+        if self.pre is not None and not has_inner_tensors(types):
+            self._post_reads |= self._made_of_all(args, kwargs or {})
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _about_to_write(self, func: Any, args: tuple, kwargs: dict, sources: int, fresh: ObservedGemm | None) -> int:
         sources = super()._about_to_write(func, args, kwargs, sources, fresh)
         if fresh is None or not fresh.biased:
-            self.head_writes |= self.head is None
-            self.tail_writes |= self.head is not None
+            self.pre_writes |= self.pre is None
+            self.post_writes |= self.pre is not None
         return sources
 
     def _choose_from(self, sources: int) -> None:
-        self._tail_reads |= sources  # values that steer Python, in the head's second run too
+        self._post_reads |= sources  # values that steer Python, in the pre's second run too
         super()._choose_from(sources)
 
-    def tail_needs(self, output: torch.Tensor) -> list[bool]:
-        """Return for each op of the head whether the tail needs what it computes. Call it inside the mode."""
-        reads = self._tail_reads | self._made_of(output)
-        gemms = [op for op in self.observed.ops[: self.head] if isinstance(op, ObservedGemm)]
+    def post_needs(self, output: torch.Tensor) -> list[bool]:
+        """Return for each op of the pre whether the post needs what it computes. Call it inside the mode."""
+        reads = self._post_reads | self._made_of(output)
+        gemms = [op for op in self.observed.ops[: self.pre] if isinstance(op, ObservedGemm)]
         for bit, gemm in reversed(list(enumerate(gemms))):
             if reads >> 2 * bit & 1:
                 reads |= gemm.sources
         bits = iter(range(len(gemms)))
-        return [not isinstance(op, ObservedGemm) or bool(reads >> 2 * next(bits) & 1) for op in self.observed.ops[: self.head]]
+        return [not isinstance(op, ObservedGemm) or bool(reads >> 2 * next(bits) & 1) for op in self.observed.ops[: self.pre]]
 
 
-class RecordHead(Record):
+class RecordPre(Record):
     """Run a tile up to attention, by its recipe.
 
     Args:
-        ops: of the recipe's head.
+        ops: of the recipe's pre.
     """
 
     def __init__(self, call: Call, ops: int) -> None:
@@ -117,27 +117,27 @@ class LeftRecipe(BaseException):
     """Ends a tile's run that departs from the recipe where products are left out. No `except Exception` of a layer takes it."""
 
 
-class RecordTail(Switched, Record):
-    """Run a tile behind attention, by its recipe. Of the head's ops it supplies what was chosen and computes what is needed.
+class RecordPost(Switched, Record):
+    """Run a tile behind attention, by its recipe. Of the pre's ops it supplies what was chosen and computes what is needed.
 
     Args:
-        head: for each op of the recipe's head, whether the tail needs it.
-        records: False if nothing of the tail is kept. Then only what autograd saves is counted there.
+        pre: for each op of the recipe's pre, whether the post needs it.
+        records: False if nothing of the post is kept. Then only what autograd saves is counted there.
 
     Raises:
         LeftRecipe: the run must be repeated without this mode.
     """
 
-    def __init__(self, call: Call, head: list[bool], records: bool) -> None:
+    def __init__(self, call: Call, pre: list[bool], records: bool) -> None:
         super().__init__(call, lambda: (), lambda: None)
-        self._head = head
+        self._pre = pre
         self._records = records
-        self._in_head = True
+        self._in_pre = True
 
     def attention_reached(self) -> None:
-        if self._next != len(self._head):
+        if self._next != len(self._pre):
             self._leave()
-        self._in_head = False
+        self._in_pre = False
         self._switch(self._records)
 
     def __exit__(self, *exception: Any) -> None:
@@ -149,11 +149,11 @@ class RecordTail(Switched, Record):
 
     def _leave(self) -> None:
         super()._leave()
-        if self._in_head:
+        if self._in_pre:
             raise LeftRecipe
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if not self._in_head:
+        if not self._in_pre:
             return super().__torch_dispatch__(func, types, args, kwargs)
         if types and has_inner_tensors(types):
             return NotImplemented
@@ -161,11 +161,11 @@ class RecordTail(Switched, Record):
         if kind is OpKind.PLAIN or kind is OpKind.MUTATES:
             return func(*args, **(kwargs or {}))
         index = self._next
-        op: Any = self.call.recipe.ops[index] if index < len(self._head) else None
+        op: Any = self.call.recipe.ops[index] if index < len(self._pre) else None
         if op is None or op.func is not func or (isinstance(op, Gemm) and op.shape != op_policy.product_shape(func, args)):
             self._leave()
         self._next += 1
-        if isinstance(op, Gemm) and not self._head[index]:
+        if isinstance(op, Gemm) and not self._pre[index]:
             return op_policy.empty_output(func, args, op.shape, op.dtype)
         if isinstance(op, Gemm) or op.kept is None:
             return func(*args, **(kwargs or {}))
@@ -176,18 +176,18 @@ class RecordTail(Switched, Record):
         return outputs if len(func._schema.returns) > 1 else outputs[0]
 
 
-class ReplayTail(Switched, Replay):
-    """Replay a tile, but compute its head as without a mode.
+class ReplayPost(Switched, Replay):
+    """Replay a tile, but compute its pre as without a mode.
 
     Args:
-        head: number of ops of the recipe's head.
-        head_flops: of the products among them.
+        pre: number of ops of the recipe's pre.
+        pre_flops: of the products among them.
     """
 
-    def __init__(self, call: Call, head: int, head_flops: int) -> None:
+    def __init__(self, call: Call, pre: int, pre_flops: int) -> None:
         super().__init__(call)
-        self._head = head
-        self._head_flops = head_flops
+        self._pre = pre
+        self._pre_flops = pre_flops
 
     def __enter__(self) -> Any:
         super().__enter__()
@@ -195,8 +195,8 @@ class ReplayTail(Switched, Replay):
         return self
 
     def attention_reached(self) -> None:
-        self._next = self._head
-        self.call.work.gemm_flops_recomputed += self._head_flops
+        self._next = self._pre
+        self.call.work.gemm_flops_recomputed += self._pre_flops
         self._switch(True)
 
 

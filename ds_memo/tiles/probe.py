@@ -1,4 +1,4 @@
-"""The first use of a kind of layer: find where its tokens lie, and check that it can run tile by tile.
+"""The first use of a layer class: find where its tokens lie, and check that it can run tile by tile.
 
 A few tokens run as two tiles and a shorter third, and once whole. Outputs and gradients must agree, token by token: what mixes
 tokens outside of attention (a convolution, a token shift, a recurrence) differs where tiles meet. Tiles choose experts as the
@@ -102,7 +102,7 @@ class Returned:
 
 @dataclass(frozen=True)
 class Shapes:
-    """Where the tokens lie in what a kind of layer gives to attention and gets from it."""
+    """Where the tokens lie in what a layer class gives to attention and gets from it."""
 
     arguments: tuple[int | None, ...]
     """By leaf of attention's arguments, the dimension of its tokens."""
@@ -121,7 +121,7 @@ class Shapes:
 
 
 def probe(module: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Shapes:
-    """Check a kind of layer on some tokens, with the arguments of a call's first ones.
+    """Check a layer class on some tokens, with the arguments of a call's first ones.
 
     Args:
         forward: the layer's own.

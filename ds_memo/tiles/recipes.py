@@ -38,9 +38,9 @@ class TileRecipe:
     """For each GEMM up to attention, whether a backward from attention needs its output."""
     needed_behind: list[bool]
     """For each op up to attention, whether what follows attention needs it."""
-    head_writes: bool
+    pre_writes: bool
     """True if ops up to attention write in place."""
-    tail_writes: bool
+    post_writes: bool
     """The same for ops that follow attention."""
 
     @property
@@ -48,46 +48,46 @@ class TileRecipe:
         return self.whole.layout.host_bytes
 
     @cached_property
-    def head(self) -> list[Gemm | SavedOp]:
+    def pre(self) -> list[Gemm | SavedOp]:
         """Ops up to attention."""
         return self.whole.ops[: len(self.needed_behind)]
 
     @cached_property
-    def records_head(self) -> bool:
-        """True if the forward keeps an output of the head, or what the head overwrites."""
-        return bool(self.whole.packs) and (self.head_writes or any(op.kept is not None for op in self.head))
+    def records_pre(self) -> bool:
+        """True if the forward keeps an output of the pre, or what the pre overwrites."""
+        return bool(self.whole.packs) and (self.pre_writes or any(op.kept is not None for op in self.pre))
 
     @cached_property
-    def records_tail(self) -> bool:
-        """True if the forward keeps an output of the tail, or what the tail overwrites."""
-        tail = self.whole.ops[len(self.head) :]
-        return bool(self.whole.packs) and (self.tail_writes or any(op.kept is not None for op in tail))
+    def records_post(self) -> bool:
+        """True if the forward keeps an output of the post, or what the post overwrites."""
+        post = self.whole.ops[len(self.pre) :]
+        return bool(self.whole.packs) and (self.post_writes or any(op.kept is not None for op in post))
 
     @cached_property
-    def head_flops(self) -> int | None:
-        """FLOPs of the head's products, if a whole replay computes all ops of the head; else None."""
-        computed = [op.flops for op in self.head if isinstance(op, Gemm) and op.wanted and op.kept is None]
-        return sum(computed) if len(computed) == len(self.head) else None
+    def pre_flops(self) -> int | None:
+        """FLOPs of the pre's products, if a whole replay computes all ops of the pre; else None."""
+        computed = [op.flops for op in self.pre if isinstance(op, Gemm) and op.wanted and op.kept is None]
+        return sum(computed) if len(computed) == len(self.pre) else None
 
     @cached_property
     def up_to_attention(self) -> Recipe:
         """Recipe of a run that ends at attention, for the backward of that part."""
         wanted = iter(self.to_attention)
-        return replace(self.whole, ops=[replace(op, wanted=next(wanted)) if isinstance(op, Gemm) else op for op in self.head])
+        return replace(self.whole, ops=[replace(op, wanted=next(wanted)) if isinstance(op, Gemm) else op for op in self.pre])
 
     @cached_property
     def again_to_attention(self) -> Recipe:
         """Recipe of a run that ends at attention, and computes what attention reads."""
-        return replace(self.whole, ops=self.head)
+        return replace(self.whole, ops=self.pre)
 
     @cached_property
     def behind_attention(self) -> Recipe:
-        """Recipe of a whole run whose attention is supplied: of the head's products, it computes those that the tail needs."""
-        head = [
+        """Recipe of a whole run whose attention is supplied: of the pre's products, it computes those that the post needs."""
+        pre = [
             replace(op, wanted=op.wanted and needed) if isinstance(op, Gemm) else op
-            for op, needed in zip(self.head, self.needed_behind, strict=True)
+            for op, needed in zip(self.pre, self.needed_behind, strict=True)
         ]
-        return replace(self.whole, ops=[*head, *self.whole.ops[len(head) :]])
+        return replace(self.whole, ops=[*pre, *self.whole.ops[len(pre) :]])
 
 
 _REMEMBERED = 64
@@ -189,7 +189,7 @@ def analyse(
                 return shapes.result.of(result)
 
             output = shapes.output.tensor(run_with_attention(forward, args, kwargs, supply))
-            head = mode.tail_needs(output)
+            needed_behind = mode.post_needs(output)
         with Analyse(call, part, givens):
             run_to_attention(forward, args, kwargs)
         part.close_over_inputs(all_rows_kept=False)
@@ -204,7 +204,7 @@ def analyse(
             whole.inputs, whole.wanted = [x, result] if with_result else [x], wanted
             whole.close_over_inputs(all_rows_kept=stored)
             recipe = make_recipe(whole, float(stored))[0]
-            found[with_result, stored] = TileRecipe(recipe, to_attention, head, mode.head_writes, mode.tail_writes)
+            found[with_result, stored] = TileRecipe(recipe, to_attention, needed_behind, mode.pre_writes, mode.post_writes)
         whole.forget()
         part.forget()
     return found

@@ -74,8 +74,8 @@ class Arguments:
         plain = (torch.Tensor, bool, int, float, str, type(None))
         return [type(leaf).__name__ for leaf in self._leaves if not isinstance(leaf, plain)]
 
-    def kind(self, masks: bool = True) -> Any:
-        """Return a key for what this class sees of the arguments but sizes: calls of one kind are cut alike.
+    def signature(self, masks: bool = True) -> Any:
+        """Return a key for what this class sees of the arguments but sizes: calls of one signature are cut alike.
 
         Args:
             masks: False: a tensor that tiles get whole is none. Under Ulysses a mask is of the rank's part alone, some ranks have

@@ -2,7 +2,7 @@
 
 Ranks that share sequences (Ulysses) or GEMMs (AutoTP), or trade tokens for experts, exchange tensors inside a layer: other ones
 in tiles than whole. They agree before a layer's first call in tiles, once more when its attention has run for the first time, and
-at a call of a new kind. One refusal counts for all, for good. A rank that refuses alone later ends with an error.
+at a call of a new signature. One refusal counts for all, for good. A rank that refuses alone later ends with an error.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Tiling:
         return any(found.result_differs for found in self._tiled_layers())
 
     def _tiled_layers(self) -> Iterator[TiledLayer]:
-        return (found for verdicts in self._layers.values() for found in verdicts.kinds.values() if found is not None)
+        return (found for verdicts in self._layers.values() for found in verdicts.tiled.values() if found is not None)
 
     def prepare(
         self, remat: Remat, layer: Layer, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any], placement: Placement | None
@@ -85,28 +85,28 @@ class Tiling:
             return None
         if _is_one_tile(hidden, tiles.tokens):
             return None
-        kind: Any
+        signature: Any
         why = ""
         try:
             refuse_call(call.module, call.args, call.kwargs)
         except CannotTile as reason:
-            kind = why = str(reason)
+            signature = why = str(reason)
         if not why:
             arguments = Arguments(call.args, call.kwargs)
-            kind = arguments.kind(masks=ranks_per_sequence() == 1), call.module.training
-            if placement is None and (trained := (kind[0], True)) in verdicts.kinds:
-                kind = trained
-            if placement is None and kind not in verdicts.kinds and (others := arguments.others):
+            signature = arguments.signature(masks=ranks_per_sequence() == 1), call.module.training
+            if placement is None and (trained := (signature[0], True)) in verdicts.tiled:
+                signature = trained
+            if placement is None and signature not in verdicts.tiled and (others := arguments.others):
                 what = f"it gets a {others[0]}, which a check would change. For an evaluation pass use_cache=False"
                 self._refuse(remat, layer, call.module, what)
                 return None
-        if kind not in verdicts.kinds:
+        if signature not in verdicts.tiled:
             try:
                 with remat.aside(), torch.inference_mode(False), running_tiles():
-                    verdicts.judge(kind, call, why)
+                    verdicts.judge(signature, call, why)
             except CannotTile as reason:
                 why = str(reason)
-        tiled = verdicts.kinds[kind]
+        tiled = verdicts.tiled[signature]
         if tiled is None and why:
             self._refuse(remat, layer, call.module, why)
         if tiled is None or (placement is None and tiled.shapes.draws and any(part.training for part in call.module.modules())):
@@ -130,7 +130,7 @@ class Tiling:
                 return out
             except CannotTile as reason:
                 set_states(states)
-                verdicts.kinds[kind] = None
+                verdicts.tiled[signature] = None
                 self._refuse(remat, layer, call.module, str(reason))
                 verdicts.agree(str(reason), sure=False)
                 raise
@@ -143,11 +143,11 @@ class Tiling:
 
 
 class Verdicts:
-    """Verdicts on a layer's calls in tiles, by kind of call. Ranks that exchange tensors inside the layer have the same."""
+    """Verdicts on a layer's calls in tiles, by signature. Ranks that exchange tensors inside the layer have the same."""
 
     def __init__(self, layer: Layer, module: nn.Module) -> None:
         self._layer = layer
-        self.kinds: dict[Any, TiledLayer | None] = {}
+        self.tiled: dict[Any, TiledLayer | None] = {}
         """None: such a call is no chain of token-wise parts and one attention call."""
         self.refused = False
         """True: a rank refused, and the layer runs whole on all of them for good."""
@@ -162,18 +162,18 @@ class Verdicts:
         most = agree.greatest([*sizes, *(-size for size in sizes)])
         return most == [*sizes, *(-size for size in sizes)]
 
-    def judge(self, kind: Any, call: LayerCall, why: str) -> None:
-        """Find out if a new kind of call can run in tiles.
+    def judge(self, signature: Any, call: LayerCall, why: str) -> None:
+        """Find out if a new signature can run in tiles.
 
         Args:
             why: it is refused already.
 
         Raises:
             CannotTile: it cannot.
-            MemoError: other ranks do not see a new kind of call.
+            MemoError: other ranks do not see a new signature.
         """
-        sure = not self.kinds
-        self.kinds[kind] = None
+        sure = not self.tiled
+        self.tiled[signature] = None
         self.agree(why, sure)  # a rank that refuses would be waited for in the check
         shapes = None
         try:
@@ -181,7 +181,7 @@ class Verdicts:
         except CannotTile as reason:
             why = str(reason)
         self.agree(why, sure)
-        self.kinds[kind] = TiledLayer(self._layer, call.module, shapes, self.agree)
+        self.tiled[signature] = TiledLayer(self._layer, call.module, shapes, self.agree)
 
     def agree(self, why: str, sure: bool) -> None:
         """Hear of other ranks' reasons to refuse the layer.

@@ -18,7 +18,7 @@ from ds_memo.plan.errors import MalformedInput
 
 REPLAY = ("remat/replay.py:__torch_dispatch__", "remat/checkpoint.py:_until_stopped")
 RELOAD = ("swap/frame.py:new_buffer", "remat/call.py:begin_replay")
-TAILS, HEADS = ((f"tiles/layer.py:_{part}_backward", "tiles/layer.py:_backward") for part in ("tails", "heads"))
+TAILS, HEADS = ((f"tiles/layer.py:_{part}_backward", "tiles/layer.py:_backward") for part in ("post", "pre"))
 Q_K_V = ("remat/replay.py:__torch_dispatch__", "tiles/attention_call.py:add", *TAILS)
 SUMS = ("tiles/weight_gradients.py:_plus_product", "tiles/weight_gradients.py:backward", *TAILS)
 OPERANDS = "q, k, v, attention's output; their gradients"

@@ -18,7 +18,7 @@ from ds_memo.remat.call import Work
 from ds_memo.remat.modes import inside_a_layer
 from ds_memo.remat.replay import Replay
 from ds_memo.tiles import layer, recipes
-from ds_memo.tiles.modes import RecordHead, RecordTail, ReplayTail
+from ds_memo.tiles.modes import RecordPost, RecordPre, ReplayPost
 from tests.models import HIDDEN, Batch, Block, Different, Outcome, step
 from tests.tiles.rig import BATCH, assert_step, assert_was_tiled, attached, compare, drive, small, toy
 
@@ -92,7 +92,7 @@ def test_a_call_that_does_more_than_the_recipe(block: type[Block], alpha: float)
 def test_a_departure_that_is_not_noticed(monkeypatch: Patch) -> None:
     """What autograd saves is not counted."""
     monkeypatch.setattr(
-        RecordTail, "packs", property(lambda self: self.call.recipe.packs, lambda self, value: None), raising=False
+        RecordPost, "packs", property(lambda self: self.call.recipe.packs, lambda self, value: None), raising=False
     )
     with pytest.raises(Different):
         compare(toy(SavesTheLastProduct), drive_changing, steps=3, alpha=0.0)
@@ -113,7 +113,7 @@ def work_and_ops(name: str, patch: Patch, alpha: float) -> tuple[Work, int]:
 
         return dispatch
 
-    for mode in (RecordHead, RecordTail, Replay, ReplayTail):
+    for mode in (RecordPre, RecordPost, Replay, ReplayPost):
         patch.setattr(mode, "__torch_dispatch__", counting(mode.__torch_dispatch__))
     works: list[Work] = []
     begin = layer.TiledCall.forward
@@ -138,7 +138,7 @@ def test_modes_that_see_fewer_ops_count_the_same_work(name: str, share: float, a
     with monkeypatch.context() as patch:
         found, few = work_and_ops(name, patch, alpha)
     with monkeypatch.context() as patch:
-        for name_, value in (("records_head", True), ("records_tail", True), ("head_flops", None)):
+        for name_, value in (("records_pre", True), ("records_post", True), ("pre_flops", None)):
             patch.setattr(recipes.TileRecipe, name_, value)
         want, all_ops = work_and_ops(name, patch, alpha)
     assert found == want and found.gemm_flops_recomputed > 0

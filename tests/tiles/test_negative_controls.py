@@ -117,15 +117,15 @@ def result_of_other_tokens(right: Any, call: TiledCall, tile: Any, hidden: torch
 
 FAULTS: dict[Callable[..., Any], tuple[Any, str]] = {
     boundary_off_by_one: (layer, "Arguments"),
-    hidden_off_by_one: (TiledCall, "_heads_backward"),
+    hidden_off_by_one: (TiledCall, "_pre_backward"),
     neighbours_frame: (SwapEngine, "keep"),
     corrupt_a_kept_number: (SwapEngine, "_reload"),
     wrong_group_of_heads: (modes.SupplyHeads, "_supplied"),
-    forget_the_second_part_of_d_hidden: (TiledCall, "_head_backward"),
+    forget_the_second_part_of_d_hidden: (TiledCall, "_tile_pre_backward"),
     leave_out_a_product_of_the_head: (recipes.TileRecipe, "up_to_attention"),
     last_tile_left_out: (layer.GradientSums, "backward"),
     transposed_wrongly: (weight_gradients, "_plus_product"),
-    result_of_other_tokens: (TiledCall, "_tail"),
+    result_of_other_tokens: (TiledCall, "_tile_post"),
 }
 FAMILY = {leave_out_a_product_of_the_head: "qwen3"}
 """Llama's queries are not needed for the backward of its rotary embedding; Qwen-3's norm needs them."""
@@ -239,9 +239,9 @@ def test_a_check_that_compares_nothing(monkeypatch: Patch) -> None:
             test_probe.test_refused(block)
 
 
-@pytest.mark.parametrize("part", ["_tail_backward", "_head_backward"])
+@pytest.mark.parametrize("part", ["_tile_post_backward", "_tile_pre_backward"])
 def test_a_part_of_another_inputs_gradient_is_forgotten(part: str, monkeypatch: Patch) -> None:
-    own = {"_tail_backward": 2, "_head_backward": 1}[part]
+    own = {"_tile_post_backward": 2, "_tile_pre_backward": 1}[part]
 
     def without(right: Any, *args: Any) -> tuple[Any, ...]:
         found = right(*args)
