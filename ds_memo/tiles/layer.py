@@ -16,8 +16,8 @@ from __future__ import annotations
 import copy
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -279,10 +279,8 @@ class TiledCall:
                 frame.ahead = True
                 self._engine.adopt(frame, recipe.layout)
                 self._engine.keep(frame, recipe.inputs[0], x)
-            args, kwargs, wholes = self._arguments.tile(x, span)
             mode = RecordPre(call, len(of_tile.pre)) if of_tile.records_pre else None
-            with self._seeded(tile.seed), mode or nullcontext():
-                reached = run_to_attention(self._forward, args, kwargs, self._shapes.sdpa)
+            reached, _, wholes = self._to_attention(tile, x, mode or nullcontext())
             tile.followed = mode is None or mode.followed
             gathered.add(span, reached, wholes)
             self._remat.work.gemm_flops += recipe.gemm_flops if self._trains else 0
@@ -308,27 +306,23 @@ class TiledCall:
         return output
 
     def _tile_post(self, tile: Tile, hidden: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
-        args, kwargs, _ = self._arguments.tile(self._hidden_of(hidden, tile.span), tile.span)
+        x = self._hidden_of(hidden, tile.span)
         own = part(result, tile.span, self._shapes.result.dim).detach()
         if self._keeps_result:
             self._engine.keep(tile.call.frame, tile.call.recipe.inputs[1], own)
-        given = self._shapes.result.of(own.requires_grad_(self._trains))
+        own.requires_grad_(self._trains)
         if tile.followed:
             mode = RecordPost(tile.call, tile.recipe.needed_behind, tile.recipe.records_post)
 
-            def supply(reached: AttentionCall) -> Any:
+            def supply(reached: AttentionCall, wholes: Any) -> torch.Tensor:
                 mode.attention_reached()
-                return given
+                return own
 
             try:
-                with self._seeded(tile.seed), mode:
-                    returned = run_with_attention(self._forward, args, kwargs, supply, self._shapes.sdpa)
+                return self._with_attention(tile, x, mode, supply)[0].detach()
             except LeftRecipe:
                 tile.followed = False
-        if not tile.followed:
-            with self._seeded(tile.seed):
-                returned = run_with_attention(self._forward, args, kwargs, lambda reached: given, self._shapes.sdpa)
-        return self._shapes.output.tensor(returned).detach()
+        return self._with_attention(tile, x, nullcontext(), lambda reached, wholes: own)[0].detach()
 
     # ---- backward
 
@@ -386,9 +380,8 @@ class TiledCall:
         for number, tile in reversed(list(enumerate(self._tiles))):
             self._engine.bring_back(tile.call.frame, then=below[number], again=True)
             tile.call.frame.first_only = False
-            args, kwargs, wholes = self._arguments.tile(tile.hidden(), tile.span)
-            with torch.enable_grad(), dropping(), self._seeded(tile.seed), Replay(tile.again_to_attention):
-                reached = run_to_attention(self._forward, args, kwargs, self._shapes.sdpa)
+            with torch.enable_grad(), dropping():
+                reached, _, wholes = self._to_attention(tile, tile.hidden(), Replay(tile.again_to_attention))
             gathered.add(tile.span, reached, wholes)
 
     def _post_backward(
@@ -429,26 +422,21 @@ class TiledCall:
     ) -> tuple[torch.Tensor | None, ...]:
         """Return the gradients of a tile's hidden states, of attention's output `own`, and of other inputs, by what follows
         attention."""
-        x = tile.hidden()
-        args, kwargs, wholes = self._arguments.tile(x, tile.span)
+        x, recipe = tile.hidden(), tile.recipe
+        mode = Replay(tile.call if self._keeps_result else tile.behind_attention)
+        if tile.followed and self._keeps_result and recipe.pre_flops is not None:
+            mode = ReplayPost(tile.call, len(recipe.pre), recipe.pre_flops)
 
-        def supply(reached: AttentionCall) -> Any:
+        def supply(reached: AttentionCall, wholes: Any) -> torch.Tensor:
             if self._keeps_result:
                 gathered.add(tile.span, reached, wholes)
             if isinstance(mode, ReplayPost):
                 mode.attention_reached()
-            return self._shapes.result.of(own)
+            return own
 
-        mode = self._post_replay(tile)
-        with torch.enable_grad(), self._seeded(tile.seed), mode:
-            output = self._shapes.output.tensor(run_with_attention(self._forward, args, kwargs, supply, self._shapes.sdpa))
-        return sums.backward([output], [d_output], [x, own, *self._arguments.inputs(args, kwargs)])
-
-    def _post_replay(self, tile: Tile) -> Replay:
-        recipe = tile.recipe
-        if tile.followed and self._keeps_result and recipe.pre_flops is not None:
-            return ReplayPost(tile.call, len(recipe.pre), recipe.pre_flops)
-        return Replay(tile.call if self._keeps_result else tile.behind_attention)
+        with torch.enable_grad():
+            output, inputs = self._with_attention(tile, x, mode, supply)
+        return sums.backward([output], [d_output], [x, own, *inputs])
 
     def _pre_backward(self, sums: GradientSums, gathered: Gathered, d_hidden: torch.Tensor, d_inputs: list[torch.Tensor]) -> None:
         """Run the backward of what comes before attention: add to `d_hidden` and `d_inputs`."""
@@ -464,23 +452,38 @@ class TiledCall:
     def _tile_pre_backward(self, sums: GradientSums, tile: Tile, gathered: Gathered) -> tuple[torch.Tensor | None, ...]:
         """Return the gradients of a tile's hidden states and of other inputs, by what comes before attention."""
         x, shapes = tile.hidden(), self._shapes
-        args, kwargs, _ = self._arguments.tile(x, tile.span)
-        with torch.enable_grad(), self._seeded(tile.seed), Replay(tile.up_to_attention):
-            reached = run_to_attention(self._forward, args, kwargs, self._shapes.sdpa)
+        with torch.enable_grad():
+            reached, inputs, _ = self._to_attention(tile, x, Replay(tile.up_to_attention))
         indices = [index for index in shapes.differentiable if shapes.arguments[index] is not None]
         gradients = [part(gathered.leaves[index], tile.span, shapes.arguments[index]) for index in indices]
         outputs = [reached.leaves[index] for index in indices]
-        return sums.backward(outputs, gradients, [x, *self._arguments.inputs(args, kwargs)])
+        return sums.backward(outputs, gradients, [x, *inputs])
 
-    # ---- around tiles
+    # ---- runs of a tile
 
-    @contextmanager
-    def _seeded(self, seed: int | None) -> Iterator[None]:
-        if seed is None:
-            yield
-            return
-        with seeded(seed % (1 << 63), self._engine.device):
-            yield
+    def _to_attention(self, tile: Tile, x: torch.Tensor, mode: Any) -> tuple[AttentionCall, list[torch.Tensor], Any]:
+        """Run a tile up to attention. Return the call reached, the tile's inputs besides `x`, and what arguments were cut from."""
+        args, kwargs, wholes = self._arguments.tile(x, tile.span)
+        with self._seeded(tile.seed), mode:
+            reached = run_to_attention(self._forward, args, kwargs, self._shapes.sdpa)
+        return reached, self._arguments.inputs(args, kwargs), wholes
+
+    def _with_attention(
+        self, tile: Tile, x: torch.Tensor, mode: Any, supply: Callable[[AttentionCall, Any], torch.Tensor]
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Run a whole tile with ``supply(call, wholes)`` as attention's result. Return its output, and its inputs besides `x`."""
+        args, kwargs, wholes = self._arguments.tile(x, tile.span)
+        shapes = self._shapes
+
+        def attend(reached: AttentionCall) -> Any:
+            return shapes.result.of(supply(reached, wholes))
+
+        with self._seeded(tile.seed), mode:
+            returned = run_with_attention(self._forward, args, kwargs, attend, shapes.sdpa)
+        return shapes.output.tensor(returned), self._arguments.inputs(args, kwargs)
+
+    def _seeded(self, seed: int | None) -> AbstractContextManager[None]:
+        return nullcontext() if seed is None else seeded(seed % (1 << 63), self._engine.device)
 
 
 def stored_tiles(tiles: int, alpha: float) -> set[int]:
