@@ -16,6 +16,7 @@ import deepspeed
 import torch
 
 from ds_memo.remat.undo import changed
+from ds_memo.runtime.report import events
 from ds_memo.runtime.session import Session
 
 
@@ -47,7 +48,7 @@ class _EngineHooks:
         with self.step(engine.was_step_applied):
             result = stock(*args, **kwargs)
         if engine.monitor.enabled and engine.global_rank == 0:
-            engine.monitor.write_events(self._session.events(engine.global_samples))
+            engine.monitor.write_events(events(self._session.report(), engine.global_samples))
         return result
 
     def backward(self, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

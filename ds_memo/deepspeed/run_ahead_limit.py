@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,21 +21,16 @@ AHEAD = 2
 """Layers. The device has at least a whole one to do while the host waits for it to pass the one before."""
 
 
-class Mark(Protocol):
-    def synchronize(self) -> None:
-        """Wait until the device has come there."""
-
-
 class RunAheadLimit:
     """Has the host wait, at each forward and replay of a layer, until the device has passed the layer before the last.
 
     Args:
-        mark: returns the place that the host has come to.
+        mark: returns an event at the place that the host has come to.
     """
 
-    def __init__(self, mark: Callable[[], Mark]) -> None:
+    def __init__(self, mark: Callable[[], Any]) -> None:
         self._mark = mark
-        self._begun: deque[Mark] = deque()
+        self._begun: deque[Any] = deque()
 
     def layer_begins(self, layer: int) -> None:
         self._begun.append(self._mark())

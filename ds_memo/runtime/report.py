@@ -60,7 +60,7 @@ def _recomputed(work: Work, frames: int) -> float | None:
 
 
 def events(report: Report, samples: int) -> list[tuple[str, float, int]]:
-    """Return name, value, and samples that the run has seen, of each figure."""
+    """Return what DeepSpeed's monitors are sent after an optimizer step: name, value, and samples that the run has seen."""
     values = {
         "alpha": report["alpha"],
         "resident_layers": report["resident_layers"],

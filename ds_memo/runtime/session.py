@@ -19,7 +19,7 @@ from ds_memo.runtime import active_forward, conflicts
 from ds_memo.runtime.module_patches import Patched, nothing
 from ds_memo.runtime.parts import EngineTies, Parts
 from ds_memo.runtime.passes import Passes
-from ds_memo.runtime.report import events, report
+from ds_memo.runtime.report import report
 from ds_memo.runtime.steps import Steps
 from ds_memo.show.report_table import Report
 
@@ -109,10 +109,6 @@ class Session(Parts):
         self.patches.undo()
 
     # ---- the report
-
-    def events(self, samples: int) -> list[tuple[str, float, int]]:
-        """Return what DeepSpeed's monitors are sent after an optimizer step: name, value, and samples that the run has seen."""
-        return events(self.report(), samples)
 
     def report(self) -> Report:
         """Return what is set and what happened so far; bytes, seconds and counts of this rank.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -12,7 +11,6 @@ import torch
 from torch import nn
 
 from ds_memo.errors import MemoError
-from ds_memo.remat.modes import inside_tiles
 from ds_memo.remat.undo import Undoing
 
 Autocast = tuple[tuple[str, bool, torch.dtype], ...]
@@ -38,25 +36,6 @@ def aliased(module: nn.Module, parameters: Sequence[nn.Parameter]) -> Iterator[l
         for table, name, parameter in places:
             table[name] = aliases[parameter]
         yield list(aliases.values())
-
-
-@functools.cache
-def see_products_of_zero3() -> None:
-    """Have ZeRO-3's linear be PyTorch's own in threads that run a layer in tiles. Elsewhere nothing changes.
-
-    ZeRO-3 puts an autograd function in F.linear's place. It would round each tile's part of the weight's gradient to the weight's
-    dtype, before the parts are summed.
-    """
-    zero3 = sys.modules.get("deepspeed.runtime.zero.linear")
-    if zero3 is None:
-        return
-    function = zero3.LinearFunctionForZeroStage3
-    apply = function.apply
-
-    def linear(*args: Any) -> torch.Tensor:
-        return torch._C._nn.linear(*args) if inside_tiles() else apply(*args)
-
-    function.apply = linear
 
 
 def autocast_now() -> Autocast:

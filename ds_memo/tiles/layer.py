@@ -462,7 +462,7 @@ class TiledCall:
     # ---- runs of a tile
 
     def _to_attention(self, tile: Tile, x: torch.Tensor, mode: Any) -> tuple[AttentionCall, list[torch.Tensor], Any]:
-        """Run a tile up to attention. Return the call reached, the tile's inputs besides `x`, and what arguments were cut from."""
+        """Run a tile up to attention. Return the call, the tile's inputs besides `x`, and what arguments were cut from."""
         args, kwargs, wholes = self._arguments.tile(x, tile.span)
         with self._seeded(tile.seed), mode:
             reached = run_to_attention(self._forward, args, kwargs, self._shapes.sdpa)

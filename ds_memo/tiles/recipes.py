@@ -21,11 +21,12 @@ from ds_memo.remat.random_states import forked
 from ds_memo.remat.recipe import Gemm, Observed, Recipe, SavedOp, make_recipe
 from ds_memo.remat.tensors import tensor_leaves
 from ds_memo.spans import Span
-from ds_memo.tiles.around import dropping, see_products_of_zero3
+from ds_memo.tiles.around import dropping
 from ds_memo.tiles.attention_call import AttentionCall, run_to_attention, run_with_attention
 from ds_memo.tiles.modes import AnalyseTile
 from ds_memo.tiles.probe import Shapes
 from ds_memo.tiles.slices import hidden_states
+from ds_memo.tiles.weight_gradients import see_products_of_zero3
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,15 @@ A GEMM in bf16 rounds its result once; the sum of 64 such results would be 1 % o
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.autograd.graph import Node
 
+from ds_memo.remat.modes import inside_tiles
 from ds_memo.tiles.around import without_autocast
 
 _PRODUCTS = {"MmBackward0": ("_saved_self", 0, 1), "AddmmBackward0": ("_saved_mat1", 1, 2)}
@@ -87,6 +90,25 @@ class GradientSums:
     def _wide(self, index: int) -> torch.Tensor | None:
         total = self._sums[index]
         return None if total is None else total.to(_sum_dtype(total.dtype))
+
+
+@functools.cache
+def see_products_of_zero3() -> None:
+    """Have ZeRO-3's linear be PyTorch's own in threads that run a layer in tiles. Elsewhere nothing changes.
+
+    ZeRO-3 puts an autograd function in F.linear's place. It would round each tile's part of the weight's gradient to the weight's
+    dtype, before the parts are summed.
+    """
+    zero3 = sys.modules.get("deepspeed.runtime.zero.linear")
+    if zero3 is None:
+        return
+    function = zero3.LinearFunctionForZeroStage3
+    apply = function.apply
+
+    def linear(*args: Any) -> torch.Tensor:
+        return torch._C._nn.linear(*args) if inside_tiles() else apply(*args)
+
+    function.apply = linear
 
 
 def weight_products(outputs: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> dict[int, list[tuple[Node, bool]]]:

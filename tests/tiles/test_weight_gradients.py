@@ -13,8 +13,7 @@ from deepspeed.runtime.zero.linear import zero3_linear_wrap
 
 from ds_memo.remat.modes import running_tiles
 from ds_memo.tiles import weight_gradients
-from ds_memo.tiles.around import see_products_of_zero3
-from ds_memo.tiles.weight_gradients import GradientSums, weight_products
+from ds_memo.tiles.weight_gradients import GradientSums, see_products_of_zero3, weight_products
 
 TILES = 64
 WORST, WORST_OF_EXPERTS = 1.1, 1.5
