@@ -16,35 +16,41 @@ from torch.utils._pytree import tree_leaves, tree_map
 aten = torch.ops.aten
 
 
+def _ops(*names: str) -> set[OpOverload]:
+    """Return the aten ops of these names; "name.overload" where it is not the default."""
+    parts = (name.partition(".") for name in names)
+    return {getattr(getattr(aten, packet), overload or "default") for packet, _, overload in parts}
+
+
 def _present(*names: str) -> set[OpOverload]:
-    """Return the aten ops of these names that the installed torch has."""
-    return {getattr(aten, name).default for name in names if hasattr(aten, name)}
+    """Return those that the installed torch has."""
+    return _ops(*(name for name in names if hasattr(aten, name)))
 
 
 GROUPED = _present("_grouped_mm", "_scaled_grouped_mm", "_scaled_grouped_mm_v2")
 SCALED = _present("_scaled_mm", "_scaled_mm_v2", "_scaled_grouped_mm", "_scaled_grouped_mm_v2")
 """Products in fp8. Their third operand has the left operand's scales."""
 
-GEMM = {aten.mm.default, aten.addmm.default} | GROUPED | SCALED
+GEMM = _ops("mm", "addmm") | GROUPED | SCALED
 """Products: output row i depends only on row i of the left operand, so any rows can be computed separately."""
 
 GROUPED_NAMES = {"transformers::grouped_mm_fallback"}
 """Grouped products by name. Transformers compiles this one where PyTorch's own does not fit: on a CPU, or in fp32."""
 
-BATCHED = {aten.bmm.default, aten.baddbmm.default}
+BATCHED = _ops("bmm", "baddbmm")
 """Batched products. Those with a weight as an operand (experts by einsum) are GEMMs, whose rows are those of all matrices in
 order. The others may be attention written by hand: they are recomputed and not counted."""
 
-_ADDS = {aten.addmm.default, aten.baddbmm.default}
+_ADDS = _ops("addmm", "baddbmm")
 """Products whose first operand is added."""
 
-ATTENTION = {
-    aten._scaled_dot_product_flash_attention.default,
-    aten._scaled_dot_product_flash_attention_for_cpu.default,
-    aten._scaled_dot_product_cudnn_attention.default,
-    aten._scaled_dot_product_efficient_attention.default,
-    aten._flash_attention_forward.default,
-} | _present("_cudnn_attention_forward", "_efficient_attention_forward")
+ATTENTION = _ops(
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_flash_attention_forward",
+) | _present("_cudnn_attention_forward", "_efficient_attention_forward")
 """Quadratic in the length: saved with the log-sum-exp and never recomputed, as in MEMO (SIGMOD 2025)."""
 
 ATTENTION_NAMES = {
@@ -57,37 +63,12 @@ ATTENTION_NAMES = {
 }
 """Attention ops by name: they exist only once their package, or that part of torch, is imported."""
 
-CHOICE = {
-    aten.topk.default,
-    aten.argmax.default,
-    aten.argmin.default,
-    aten.max.dim,
-    aten.min.dim,
-    aten.sort.default,
-    aten.sort.stable,
-}
+CHOICE = _ops("topk", "argmax", "argmin", "max.dim", "min.dim", "sort", "sort.stable")
 """A router's choice, or a codebook's nearest entry. Recomputed values could flip it, so the choice and all rows of the GEMM that
 it reads are kept."""
 
-EMPTY = {
-    aten.empty.memory_format,
-    aten.empty_like.default,
-    aten.empty_permuted.default,
-    aten.empty_strided.default,
-    aten.new_empty.default,
-    aten.new_empty_strided.default,
-}
-FILLED = {
-    aten.full.default,
-    aten.full_like.default,
-    aten.new_full.default,
-    aten.new_ones.default,
-    aten.new_zeros.default,
-    aten.ones.default,
-    aten.ones_like.default,
-    aten.zeros.default,
-    aten.zeros_like.default,
-}
+EMPTY = _ops("empty.memory_format", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided")
+FILLED = _ops("full", "full_like", "new_full", "new_ones", "new_zeros", "ones", "ones_like", "zeros", "zeros_like")
 BLANK = EMPTY | FILLED
 """Ops that make memory which a kernel PyTorch does not show (a Triton launch) may then fill or add to. In FILLED memory the
 changed values reveal the write."""
@@ -97,15 +78,11 @@ SAFE_SOFTMAX = aten._safe_softmax.default
 SOFTMAX = {aten._softmax.default, SAFE_SOFTMAX}
 """Sign of attention that cannot be kept: softmax over materialised scores, see `materialises_scores`."""
 
-OVERWRITES = {
-    aten.bernoulli_.float,  # F.dropout on a CPU: empty_like(x).bernoulli_(1 - p)
-    aten.copy_.default,
-    aten.normal_.default,
-    aten.uniform_.default,
-}
-"""In-place ops that do not read what they overwrite. Not zero_ and fill_: a kernel PyTorch does not show may add to that."""
+OVERWRITES = _ops("bernoulli_.float", "copy_", "normal_", "uniform_")
+"""In-place ops that do not read what they overwrite: F.dropout on a CPU is empty_like(x).bernoulli_(1 - p). Not zero_ and fill_:
+a kernel PyTorch does not show may add to that."""
 
-VIEWS = {aten.view.default, aten._unsafe_view.default, aten.detach.default, aten.alias.default}
+VIEWS = _ops("view", "_unsafe_view", "detach", "alias")
 """Ops that may stand between a product and its bias without reading it."""
 
 

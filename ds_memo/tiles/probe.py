@@ -36,6 +36,7 @@ from ds_memo.tiles.around import aliased, autocast_now, dropping
 from ds_memo.tiles.attention_call import AttentionCall, CannotTile, Gathered, run_to_attention, run_with_attention
 from ds_memo.tiles.choices import Choices
 from ds_memo.tiles.slices import Arguments, hidden_states, part, token_dims
+from ds_memo.tiles.weight_gradients import graph_of
 
 LEAST_TOKENS = 5
 """Shortest sequence that is cut: the check needs two tiles and a third."""
@@ -360,17 +361,10 @@ def _refuse_others(whole: list[Any], gathered: list[Any], tolerance: float) -> N
 def _refuse_other_gradients(results: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]) -> None:
     """Refuse a layer if autograd leads from its results to other tensors than these leaves: it would end at a tile."""
     known = {id(leaf) for leaf in leaves}
-    todo = [result.grad_fn for result in results if result.grad_fn is not None]
-    seen = set(todo)
-    while todo:
-        node = todo.pop()
+    for node, _ in graph_of(results):
         variable = getattr(node, "variable", None)
         if variable is not None and id(variable) not in known:
             raise CannotTile("a tensor that is neither its argument nor its parameter needs a gradient")
-        for below, _ in node.next_functions:
-            if below is not None and below not in seen:
-                seen.add(below)
-                todo.append(below)
 
 
 def _one_tensor(who: str, result: Any, dim: int) -> Returned:

@@ -111,6 +111,20 @@ def see_products_of_zero3() -> None:
     function.apply = linear
 
 
+def graph_of(outputs: Sequence[torch.Tensor]) -> Iterator[tuple[Node, tuple[tuple[Node | None, int], ...]]]:
+    """Yield each node of the graph that made these tensors, and its `next_functions`."""
+    todo = [output.grad_fn for output in outputs if output.grad_fn is not None]
+    seen = set(todo)
+    while todo:
+        node = todo.pop()
+        next_functions = node.next_functions
+        yield node, next_functions
+        for below, _ in next_functions:
+            if below is not None and below not in seen:
+                seen.add(below)
+                todo.append(below)
+
+
 def weight_products(outputs: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> dict[int, list[tuple[Node, bool]]]:
     """Find the parameters that autograd reaches through products alone, as their right operand.
 
@@ -119,20 +133,12 @@ def weight_products(outputs: Sequence[torch.Tensor], parameters: Sequence[torch.
     """
     parents: dict[Node, list[tuple[Node, int]]] = {}
     leaves: dict[int, Node] = {}
-    todo = [output.grad_fn for output in outputs if output.grad_fn is not None]
-    seen = set(todo)
-    while todo:
-        node = todo.pop()
-        next_functions = node.next_functions
+    for node, next_functions in graph_of(outputs):
         if not next_functions and (variable := getattr(node, "variable", None)) is not None:
             leaves[id(variable)] = node
         for position, (below, _) in enumerate(next_functions):
-            if below is None:
-                continue
-            parents.setdefault(below, []).append((node, position))
-            if below not in seen:
-                seen.add(below)
-                todo.append(below)
+            if below is not None:
+                parents.setdefault(below, []).append((node, position))
     found = {}
     for index, parameter in enumerate(parameters):
         leaf = leaves.get(id(parameter))
