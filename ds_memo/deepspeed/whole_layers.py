@@ -14,15 +14,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import deepspeed
+from deepspeed.runtime.zero.leaf_module_config import DEFAULT_LEAF_MODULE_CLASSES
 from deepspeed.utils import set_z3_leaf_module, z3_leaf_module
 from torch import nn
 
 from ds_memo.distributed.topology import is_zeros
-
-try:
-    from deepspeed.runtime.zero.leaf_module_config import DEFAULT_LEAF_MODULE_CLASSES as _MARKED_BY_DEFAULT
-except ImportError:  # an older DeepSpeed marks none
-    _MARKED_BY_DEFAULT = []
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 """Hooks by which ZeRO-3 gathers and releases, and those that bring it into the backward."""
@@ -80,7 +76,7 @@ def mark_around_leaf_modules(layers: Sequence[nn.Module]) -> None:
     """
     for layer in layers:
         names = {name for cls in map(type, layer.modules()) for name in (cls.__name__, f"{cls.__module__}.{cls.__qualname__}")}
-        if names & set(_MARKED_BY_DEFAULT) or any(map(z3_leaf_module, layer.modules())):
+        if names & set(DEFAULT_LEAF_MODULE_CLASSES) or any(map(z3_leaf_module, layer.modules())):
             set_z3_leaf_module(layer, True)
 
 
