@@ -80,24 +80,17 @@ class _Watch:
         finally:
             self._asking = False
         if spec is not None and spec.loader is not None:
-            spec.loader = _ThenInstall(spec.loader)  # type: ignore[assignment]
+            _then_install(spec.loader)
         return spec
 
 
-class _ThenInstall:
-    """The loader found, and install() once it is done. Everything else it has or can do is its own."""
+def _then_install(loader: Any) -> None:
+    """Have a loader install once it has made its module."""
 
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._loader, name)
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        module.__spec__.loader = module.__loader__ = self._loader
-        self._loader.exec_module(module)
+    def exec_module(module: ModuleType) -> None:
+        del loader.exec_module
+        loader.exec_module(module)
         sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Watch)]
         _install_now()
+
+    loader.exec_module = exec_module
