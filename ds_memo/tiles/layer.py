@@ -73,6 +73,7 @@ class Tile:
 
     @functools.cached_property
     def again_to_attention(self) -> Call:
+        """The same, but it computes what attention reads."""
         return self._like(self.recipe.again_to_attention if self.followed else self._without_ops)
 
     @functools.cached_property
