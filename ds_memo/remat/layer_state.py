@@ -61,6 +61,8 @@ class Settings(NamedTuple):
 
 
 class Part:
+    """A module of the layer."""
+
     def __init__(self, path: str, module: nn.Module) -> None:
         self.path = path
         self.table = vars(module)
@@ -68,6 +70,7 @@ class Part:
         self.refresh()
 
     def refresh(self) -> None:
+        """Learn which attributes are settings."""
         self.keys = frozenset(self.table)
         self.names = tuple([name for name, value in self.table.items() if _is_setting(name, value)])
         self._values: Callable[[dict[str, Any]], tuple[Any, ...]] = operator.itemgetter(*self.names)
