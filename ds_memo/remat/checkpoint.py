@@ -25,7 +25,7 @@ from ds_memo.remat.inputs import DeviceInput, Lifted, analysing_pack, lift_keywo
 from ds_memo.remat.layer_state import TOO_LARGE, LayerState, tensors_of
 from ds_memo.remat.modes import inside_a_checkpoint, inside_a_layer, keep_dynamo_out, under_a_checkpoint
 from ds_memo.remat.random_states import from_current_states
-from ds_memo.remat.recipe import Observed, Recipe, make_recipe
+from ds_memo.remat.recipe import Observed, Recipe, make_recipe, remember
 from ds_memo.remat.record import Record
 from ds_memo.remat.replay import Replay
 from ds_memo.remat.same_again import Samples
@@ -34,8 +34,6 @@ from ds_memo.remat.undo import Undoing, changed, stacks_restored
 from ds_memo.swap.engine import SwapEngine
 from ds_memo.swap.frame import Frame
 
-_RECIPES = 64
-"""Recipes that a layer remembers; beyond that, the oldest is dropped."""
 _TIMES_LEFT = 3
 """Calls in a row that left their recipe, after which every call of the layer is analysed."""
 _TIMES_ALIKE = 3
@@ -156,14 +154,12 @@ class Layer:
         return tensors, trained, self.module().training, cast, placement
 
     def remember(self, key: Any, recipe: Recipe) -> None:
-        """Keep a recipe for later calls of its signature. The number is limited, because lengths may never repeat."""
+        """Keep a recipe for later calls of its signature."""
         if not self.follows_recipes:
             self._times_alike = self._times_alike + 1 if recipe == self.recipes.get(key) else 0
             if self._times_alike == _TIMES_ALIKE:
                 self.times_left = _TIMES_LEFT - 1  # on probation: one call that leaves its recipe ends it
-        if key not in self.recipes and len(self.recipes) >= _RECIPES:
-            del self.recipes[next(iter(self.recipes))]
-        self.recipes[key] = recipe
+        remember(self.recipes, key, recipe)
 
 
 class Remat:

@@ -17,6 +17,8 @@ from ds_memo.swap.frame import Kept, Layout, dense_order
 
 SMALL = 256
 """Bytes. Smaller tensors (a generator's state, a mask of one row) stay on the device, because a copy would cost more."""
+_RECIPES = 64
+"""Recipes that a layer remembers."""
 
 
 @dataclass(frozen=True)
@@ -273,6 +275,13 @@ def make_recipe(observed: Observed, alpha: float) -> tuple[Recipe, list[tuple[Ke
         kept = store(op.out, rows) if wanted and op.splits and rows else None
         ops.append(Gemm(op.func, op.shape, op.out.dtype, op.flops, kept, wanted, op.biased))
     return Recipe(ops, inputs, layout, observed.packs, observed.notes), tensors
+
+
+def remember(table: dict[Any, Any], key: Any, value: Any) -> None:
+    """Keep a value for later calls. Of many the oldest is dropped: lengths may never repeat."""
+    if key not in table and len(table) >= _RECIPES:
+        del table[next(iter(table))]
+    table[key] = value
 
 
 def _is_attention(func: OpOverload | FunctionCall) -> bool:

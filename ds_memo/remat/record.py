@@ -26,7 +26,9 @@ class Record(NotingMode):
         left_recipe: called when the call departs from the recipe.
     """
 
-    def __init__(self, call: Call, givens: Callable[[], Iterable[torch.Tensor]], left_recipe: Callable[[], None]) -> None:
+    def __init__(
+        self, call: Call, givens: Callable[[], Iterable[torch.Tensor]] = tuple, left_recipe: Callable[[], None] = lambda: None
+    ) -> None:
         super().__init__()
         self.call = call
         self._givens: Callable[[], Iterable[torch.Tensor]] | None = givens

@@ -25,14 +25,14 @@ from ds_memo.remat.call import Call
 from ds_memo.remat.checkpoint import CannotTile, Remat
 from ds_memo.remat.functions import FunctionCall
 from ds_memo.remat.random_states import drawing_from, own_states
-from ds_memo.remat.recipe import Observed, ObservedSavedOp, make_recipe
+from ds_memo.remat.recipe import Observed, ObservedSavedOp, make_recipe, remember
 from ds_memo.remat.record import Record
 from ds_memo.remat.tensors import storage_of, tensor_leaves
 from ds_memo.swap.frame import Frame, lie_alike
 from ds_memo.tiles.around import dropping, without_autocast
 from ds_memo.tiles.attention_call import Gathered
 from ds_memo.tiles.modes import SupplyHeads, may_split_heads
-from ds_memo.tiles.recipes import AttentionRecipe, Output, TiledLayer, remember
+from ds_memo.tiles.recipes import AttentionRecipe, Output, TiledLayer
 from ds_memo.tiles.weight_gradients import GradientSums
 
 

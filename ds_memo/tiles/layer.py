@@ -30,7 +30,7 @@ from ds_memo.remat.inputs import DeviceInput
 from ds_memo.remat.layer_state import Before
 from ds_memo.remat.modes import running_tiles
 from ds_memo.remat.random_states import seeded
-from ds_memo.remat.recipe import Recipe, SavedOp
+from ds_memo.remat.recipe import Recipe, SavedOp, remember
 from ds_memo.remat.replay import Replay
 from ds_memo.remat.tensors import storage_of
 from ds_memo.remat.undo import Undoing, stacks_restored
@@ -43,7 +43,7 @@ from ds_memo.tiles.attention_call import AttentionCall, Gathered, run_to_attenti
 from ds_memo.tiles.gradient_owner import is_owned
 from ds_memo.tiles.modes import LeftRecipe, RecordPost, RecordPre, ReplayPost
 from ds_memo.tiles.probe import by_arrival
-from ds_memo.tiles.recipes import SizeRecipes, TiledLayer, TileRecipe, analyse, remember
+from ds_memo.tiles.recipes import SizeRecipes, TiledLayer, TileRecipe, analyse
 from ds_memo.tiles.slices import Arguments, fill, hidden_states, new_whole, part
 from ds_memo.tiles.weight_gradients import GradientSums
 from ds_memo.units import round_up

@@ -82,7 +82,7 @@ class RecordPre(Record):
     """
 
     def __init__(self, call: Call, ops: int) -> None:
-        super().__init__(call, lambda: (), lambda: None)
+        super().__init__(call)
         self._ops = ops
         self.followed = False
         """True, once the run is over, if it did what the recipe says."""
@@ -129,7 +129,7 @@ class RecordPost(Switched, Record):
     """
 
     def __init__(self, call: Call, pre: list[bool], records: bool) -> None:
-        super().__init__(call, lambda: (), lambda: None)
+        super().__init__(call)
         self._pre = pre
         self._records = records
         self._in_pre = True

@@ -91,8 +91,6 @@ class TileRecipe:
         return replace(self.whole, ops=[*pre, *self.whole.ops[len(pre) :]])
 
 
-_REMEMBERED = 64
-"""Entries of a layer's table; beyond that, the oldest is dropped."""
 SizeRecipes = dict[tuple[bool, bool], TileRecipe]
 """Recipes of tiles of one length, by two questions: is attention's result kept, and is the tile stored? Every tile keeps its
 hidden states and what routers chose, a stored one all GEMM outputs, too."""
@@ -209,10 +207,3 @@ def analyse(
         whole.forget()
         part.forget()
     return found
-
-
-def remember(table: dict[Any, Any], key: Any, value: Any) -> None:
-    """Keep a value for later calls. The number is limited, because lengths may never repeat."""
-    if len(table) >= _REMEMBERED:
-        del table[next(iter(table))]
-    table[key] = value
