@@ -23,7 +23,6 @@ from torch import nn
 
 from ds_memo.config import SECTION, MemoConfig, memo_config
 from ds_memo.deepspeed import checkpoint_api, launched_by, ulysses
-from ds_memo.deepspeed.conflicts import refuse_config
 from ds_memo.deepspeed.engine_hooks import hook_engine, weakly
 from ds_memo.deepspeed.first_compile import announce_first_compile
 from ds_memo.deepspeed.rebind import Taken, other_holders, replace_in_modules, restore
@@ -36,7 +35,7 @@ from ds_memo.hf.find_layers import find_layers
 from ds_memo.memory.device import join_split_blocks, keep_blocks_whole
 from ds_memo.nvme.open_files import shares_drives_with
 from ds_memo.runtime.attach import attach_model, check_residents, refuse_attached, take_from_engine
-from ds_memo.runtime.conflicts import refuse_model
+from ds_memo.runtime.conflicts import refuse_config, refuse_model
 from ds_memo.runtime.handle import MemoHandle
 from ds_memo.runtime.session import EngineTies, Session
 from ds_memo.units import MIB

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -10,15 +10,32 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from ds_memo.errors import MemoError
+from ds_memo.errors import MemoConfigError, MemoError
 from ds_memo.hf.find_layers import is_huggingface_layer
 from ds_memo.units import MIB
 
+_SAME_WORK = ("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization")
 OFFLOADED = (
     "activations are offloaded around this model, too (TRL's activation_offloading, DeepSpeed's CheckpointHiddenStatesOffload, "
     "torch's save_on_cpu): gradients are right, but whatever layers keep without checkpointing goes to the host whole, beside "
     "memo's own copies. Leave it out"
 )
+
+
+def refuse_config(config: Mapping[str, Any]) -> None:
+    """Refuse sections of the DeepSpeed JSON that do memo's work in another way.
+
+    Raises:
+        MemoConfigError: naming the setting.
+    """
+    for key in _SAME_WORK:
+        if config.get("activation_checkpointing", {}).get(key):
+            raise MemoConfigError(f"activation_checkpointing.{key} does what memo does in another way; remove one of the two")
+    if config.get("compile", {}).get("deepcompile"):
+        raise MemoConfigError(
+            "compile.deepcompile compiles the layers, and what happens inside a compiled region cannot be kept or swapped; "
+            "remove it or memo"
+        )
 
 
 def refuse_model(layers: list[tuple[str, nn.Module]]) -> None:
