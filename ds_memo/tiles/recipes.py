@@ -174,9 +174,9 @@ def analyse(
         arguments: of the tile; its hidden states are a leaf, which needs no gradient if no backward will come.
     """
     args, kwargs = arguments
-    givens = [*tensors_of(module), *tensor_leaves(arguments)]
     x = hidden_states(args, kwargs)
     with forked(call.engine.device), unchanged(module), dropping():
+        givens = [*tensors_of(module), *tensor_leaves(arguments)]
         dtype = shapes.result.tensor(run_to_attention(forward, args, kwargs).stand_in()).dtype
         result = shapes.result.new(*span.size, dtype, call.engine.device).normal_()
         result.requires_grad_(x.requires_grad)
