@@ -145,6 +145,31 @@ def test_modes_that_see_fewer_ops_count_the_same_work(name: str, share: float, a
     assert few <= (share if alpha == 0.0 else 1.0) * all_ops
 
 
+class ReadsABuffer(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.linspace(0.5, 1.5, HIDDEN))
+
+    def feed(self, x: torch.Tensor) -> torch.Tensor:
+        return super().feed(x * self.scale)
+
+
+def test_a_buffer_is_computed_from_no_product(monkeypatch: Patch) -> None:
+    """What follows attention reads it, and needs no product of what comes before attention."""
+    found: list[recipes.TileRecipe] = []
+    analyse = layer.analyse
+
+    def noted(*args: Any) -> recipes.SizeRecipes:
+        made = analyse(*args)
+        found.extend(made.values())
+        return made
+
+    monkeypatch.setattr(layer, "analyse", noted)
+    with attached(model := toy(ReadsABuffer)):
+        step(model, BATCH)
+    assert found and not any(needed for recipe in found for needed in recipe.needed_behind)
+
+
 # ---- modes of a layer's own
 
 
