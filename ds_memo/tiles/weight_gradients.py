@@ -69,6 +69,15 @@ class GradientSums:
                 self.add(index, gradient)
         return found[: len(inputs)]
 
+    def follow(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Go on with other aliases of the same parameters."""
+        self.parameters = list(parameters)
+        self._sums = self._sums or [None] * len(self.parameters)
+
+    def scale(self, factor: torch.Tensor) -> None:
+        """Multiply all sums by a scalar."""
+        self._sums = [None if total is None else self._wide(index).mul_(factor) for index, total in enumerate(self._sums)]
+
     def settle(self) -> None:
         """Round all sums to the parameters' dtype, which frees half of their memory. They may be added to later."""
         for index, (total, parameter) in enumerate(zip(self._sums, self.parameters, strict=True)):

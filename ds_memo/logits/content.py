@@ -1,0 +1,232 @@
+"""Contents of lazy logits: hidden states, the output head, and the ops since. Values exist for one tile of rows at a time.
+
+A content is data without autograd; nodes.py has the graph. In names of shapes N is rows (tokens), H the hidden size, V the
+vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_memo.errors import MemoError
+from ds_memo.remat.modes import running_tiles
+from ds_memo.remat.undo import Undoing
+
+AutocastStates = tuple[tuple[str, bool, torch.dtype], ...]
+"""Of each kind of device: is autocast on, and its dtype."""
+PerRow = Callable[..., Any]
+"""fn(values, *arguments of the same rows): a tensor of results by row, or a tuple of them."""
+
+
+class Rows:
+    """What lazy logits hold: the hidden states, and the head's parameters as they were at the call.
+
+    Only the lazy tensors keep it alive. The graph saves the hidden states as autograd does, and uses the parameters.
+    """
+
+    def __init__(self, hidden_NH: torch.Tensor, parameters: list[nn.Parameter]) -> None:
+        self.hidden_NH = hidden_NH
+        self._parameters = parameters
+        self._values = [parameter.detach() for parameter in parameters]  # ZeRO-3 has them gathered during the call
+        self._versions = [value._version for value in self._values]
+
+    def values(self) -> list[torch.Tensor]:
+        """Return the head's parameters as they were at the call.
+
+        Raises:
+            MemoError: they were changed since by another than an optimizer's step.
+        """
+        if [value._version for value in self._values] != self._versions:
+            raise MemoError(
+                "logits are read after the output head's weights were changed in place, so they would be another model's. Read "
+                'them before, or set memo.kernels.cross_entropy to "whole"'
+            )
+        return self._values
+
+    def keep_values(self) -> None:
+        """Copy parameters that an optimizer's step is about to change in place."""
+        for index, (value, parameter) in enumerate(zip(self._values, self._parameters, strict=True)):
+            if value.data_ptr() == parameter.data_ptr():
+                self._values[index] = value.clone()
+                self._versions[index] = 0
+
+
+@dataclass(eq=False)
+class Source:
+    """One call of an output head."""
+
+    head: nn.Module
+    forward: Callable[[torch.Tensor], torch.Tensor]
+    """The head's own: a function of rows, each by itself."""
+    parameters: list[nn.Parameter]
+    trains_hidden: bool
+    """True if the hidden states need a gradient."""
+    tile_rows: int
+    autocast: AutocastStates
+    warn: Callable[[str], None]
+
+    @contextmanager
+    def with_parameters(self, values: list[torch.Tensor]) -> Iterator[None]:
+        """Have the head compute with these parameters, under the autocast of its call."""
+        by_id = {id(parameter): value for parameter, value in zip(self.parameters, values, strict=True)}
+        places = [
+            (module._parameters, name, parameter)
+            for module in self.head.modules()
+            for name, parameter in module._parameters.items()
+            if id(parameter) in by_id
+        ]
+
+        def put_back() -> None:
+            for table, name, parameter in places:
+                table[name] = parameter
+
+        with running_tiles(), Undoing(put_back), autocast_as(self.autocast):
+            for table, name, parameter in places:
+                table[name] = by_id[id(parameter)]
+            yield
+        if any(on for _, on, _ in self.autocast):
+            torch.clear_autocast_cache()  # of the casts of `values`
+
+
+@dataclass(eq=False)
+class Content:
+    """Logits of some rows of a source, and what was done to them since."""
+
+    source: Source
+    expression: Callable[[Tile], torch.Tensor]
+    """Values of a tile, (rows, V)."""
+    maps: tuple[torch.Tensor, ...]
+    """Indices with the leading dimensions of the logits: [0] into the hidden states, [k] into ``operands[k - 1]``."""
+    operands: tuple[torch.Tensor | Other, ...]
+    """Operands with values by row."""
+    vocabulary: int
+    dtype: torch.dtype
+    device: torch.device
+    moved: bool = False
+    """True if the vocabulary is dimension 1, as cross_entropy wants it of three or more."""
+    chosen: dict[str, tuple[torch.Tensor, ...]] = field(default_factory=dict)
+    """Maps of the rows that were chosen from these, by the op's text: the same choice made twice is one."""
+    views: int = 0
+    """Choices of rows made so far: an op in place would have to change them."""
+    bases: tuple[Content, ...] = ()
+    """Contents that this is a choice of rows of."""
+    stale: bool = False
+    """True once a choice of these rows was changed in place, which these would have to show."""
+
+    @property
+    def leading(self) -> torch.Size:
+        return self.maps[0].shape
+
+    @property
+    def rows(self) -> int:
+        return self.maps[0].numel()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.leading[0], self.vocabulary, *self.leading[1:]) if self.moved else (*self.leading, self.vocabulary)
+
+    def tiles(self) -> list[slice]:
+        """Return the spans of rows that exist at once; of no rows one empty span."""
+        step = self.source.tile_rows
+        return [slice(start, min(start + step, self.rows)) for start in range(0, self.rows, step)] or [slice(0, 0)]
+
+    def shaped(self, by_row: torch.Tensor) -> torch.Tensor:
+        """Return (rows, V) values in the shape of the logits."""
+        values = by_row.reshape(*self.leading, *by_row.shape[1:])
+        return values.movedim(-1, 1) if self.moved else values
+
+
+@dataclass(eq=False)
+class Other:
+    """An operand that is logits of another call: a teacher's, a reference model's. No gradient goes there."""
+
+    content: Content
+    rows: Rows
+
+    def at(self, index: torch.Tensor) -> torch.Tensor:
+        """Return the values of the rows with these indices."""
+        few = replace(self.content, maps=tuple(by_row.reshape(-1)[index] for by_row in self.content.maps))
+        source = few.source
+        with torch.no_grad(), source.with_parameters(self.rows.values()):
+            return Tile(few, slice(None), {as_they_are: source.forward(self.rows.hidden_NH[few.maps[0]])}).values(few.expression)
+
+
+class Tile:
+    """Values of expressions for a span of rows; each is computed once.
+
+    Args:
+        known: values by expression, `as_they_are` at least. Contents of the same rows may share it.
+    """
+
+    def __init__(self, content: Content, span: slice, known: dict[Any, torch.Tensor]) -> None:
+        self._content = content
+        self._span = span
+        self._known = known
+
+    def values(self, expression: Callable[[Tile], torch.Tensor]) -> torch.Tensor:
+        if expression not in self._known:
+            self._known[expression] = expression(self)
+        return self._known[expression]
+
+    def operand(self, number: int) -> torch.Tensor:
+        index = self._content.maps[number].reshape(-1)[self._span]
+        operand = self._content.operands[number - 1]
+        return operand.at(index) if isinstance(operand, Other) else operand[index]
+
+
+def as_they_are(tile: Tile) -> torch.Tensor:
+    """Return the head's own output: the expression that all others begin with."""
+    return tile.values(as_they_are)
+
+
+def results(content: Content, rows: Rows, fn: PerRow, arguments: tuple, device: torch.device | None = None) -> list[torch.Tensor]:
+    """Return ``fn(values, *arguments)`` of all rows, tile by tile, without a graph.
+
+    Args:
+        arguments: tensors by row.
+        device: where the results go; None: where they are.
+    """
+    source, index, found = content.source, content.maps[0].reshape(-1), None
+    values = [value.detach().requires_grad_() for value in rows.values()]  # autocast keeps the casts of leaves
+    with torch.no_grad(), source.with_parameters(values):
+        for span in content.tiles():
+            tile = Tile(content, span, {as_they_are: source.forward(rows.hidden_NH[index[span]])})
+            parts = as_tuple(fn(tile.values(content.expression), *(argument[span] for argument in arguments)))
+            if found is None:
+                found = [part.new_empty((content.rows, *part.shape[1:]), device=device) for part in parts]
+            for whole, part in zip(found, parts, strict=True):
+                whole[span].copy_(part)
+    assert found is not None
+    return found
+
+
+def as_tuple(found: Any) -> tuple[torch.Tensor, ...]:
+    return found if isinstance(found, tuple) else (found,)
+
+
+def autocast_states() -> AutocastStates:
+    return tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda"))
+
+
+@contextmanager
+def autocast_as(states: AutocastStates) -> Iterator[None]:
+    """Have autocast as it was inside the block."""
+    before = autocast_states()
+    if states == before:
+        yield
+        return
+    with Undoing(lambda: _set_autocast(before)):
+        _set_autocast(states)
+        yield
+
+
+def _set_autocast(states: AutocastStates) -> None:
+    for kind, on, dtype in states:
+        torch.set_autocast_enabled(kind, on)
+        torch.set_autocast_dtype(kind, dtype)

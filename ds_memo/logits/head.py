@@ -1,0 +1,114 @@
+"""Install lazy logits: the output heads of a model return them where the whole logits would not be small."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_memo.logits import ops  # noqa: F401  its handlers
+from ds_memo.logits.content import Content, Rows, Source, as_they_are, autocast_states
+from ds_memo.logits.tensor import call_head
+from ds_memo.tiles.probe import is_by_token
+from ds_memo.units import GIB
+
+BYTES_PER_LOGIT = 20
+"""At the peak of a tile: the head's bfloat16, its cast to float32, log-probabilities, and the gradients of the three."""
+TILE_BYTES = 1 * GIB
+DEVICE_SHARE = 1 / 64
+"""The most of a device that a tile takes, where GEMMs are full with that."""
+LEAST_ROWS, MOST_ROWS = 256, 4096
+"""A GEMM is full from about 256 rows on."""
+
+
+def output_heads(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the output heads of the Transformers models in a model, each once."""
+    seen = set()
+    for module in model.modules():
+        ask = getattr(module, "get_output_embeddings", None)
+        try:
+            head = ask() if callable(ask) else None
+        except (AttributeError, NotImplementedError):  # a model without one
+            continue
+        if isinstance(head, nn.Module) and not isinstance(head, nn.Embedding) and head not in seen:
+            seen.add(head)
+            yield head
+
+
+def tile_rows(vocabulary: int, device_bytes: int) -> int:
+    """Return the rows of a tile: as many as a share of the device holds."""
+    rows = int(min(TILE_BYTES, device_bytes * DEVICE_SHARE)) // (BYTES_PER_LOGIT * vocabulary) // 128 * 128
+    return min(max(rows, LEAST_ROWS), MOST_ROWS)
+
+
+class LazyHead:
+    """An output head that returns lazy logits for more rows than a tile has.
+
+    Args:
+        head: a module that computes each row by itself.
+        device_bytes: of the device, or what may be used of it.
+        warn: warns the user, once.
+    """
+
+    def __init__(self, head: nn.Module, device_bytes: int, warn: Callable[[str], None]) -> None:
+        self._head = weakref.ref(head)
+        self._device_bytes = device_bytes
+        self._warn = warn
+        self._alive: weakref.WeakSet[Rows] = weakref.WeakSet()
+        self._by_row = True if type(head) is nn.Linear else None
+        """None: not tried."""
+        self.rows: int | None = None
+        """Rows of a tile. None: no call yet."""
+        self.lazy_calls = 0
+
+    def __call__(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        hidden = args[0] if len(args) == 1 and not kwargs else None
+        if not isinstance(hidden, torch.Tensor) or hidden.dim() < 2 or _elsewhere(hidden):
+            return forward(*args, **kwargs)
+        head = self._head()
+        flat_NH = hidden.reshape(-1, hidden.shape[-1])
+        if self.rows is None:
+            with torch.no_grad():
+                self.rows = tile_rows(forward(flat_NH[:1].detach()).shape[-1], self._device_bytes)
+        if len(flat_NH) <= self.rows or not self._splits(head, forward, flat_NH):
+            return forward(hidden)
+        parameters = list(head.parameters())
+        rows = Rows(flat_NH.detach(), parameters)
+        self._alive.add(rows)
+        self.lazy_calls += 1
+        source = Source(head, forward, parameters, flat_NH.requires_grad, self.rows, autocast_states(), self._warn)
+        with torch.no_grad():
+            none = forward(rows.hidden_NH[:0])
+        index = torch.arange(len(flat_NH), device=hidden.device).view(hidden.shape[:-1])
+        content = Content(source, as_they_are, (index,), (), none.shape[-1], none.dtype, none.device)
+        return call_head(content, rows, parameters, flat_NH)
+
+    def keep_values(self) -> None:
+        """Have logits that the script still holds be those of the weights before an optimizer's step."""
+        for rows in self._alive:
+            rows.keep_values()
+
+    def _splits(self, head: nn.Module, forward: Callable[..., Any], flat_NH: torch.Tensor) -> bool:
+        """Return True if the head computes each row by itself, now. Warn if it does not."""
+        if any(isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p for module in head.modules()):
+            return False  # PEFT's dropout: each row would draw other numbers than in the whole
+        if self._by_row is None:
+            parameters = list(head.parameters())
+            distributed = any(not isinstance(p, nn.Parameter) or hasattr(p, "device_mesh") for p in parameters)
+            plain = not distributed and all(p.is_floating_point() for p in parameters)
+            self._by_row = plain and is_by_token(forward, flat_NH[None])
+            if not self._by_row:
+                self._warn(
+                    f"the output head ({type(head).__name__}) makes its logits whole: its weights are distributed or quantised, "
+                    "or it mixes rows. Long sequences need the memory for that"
+                )
+        return self._by_row
+
+
+def _elsewhere(hidden: torch.Tensor) -> bool:
+    """Return True where a call is traced or transformed, and not computed now."""
+    fake = type(hidden) is not torch.Tensor or hidden.is_meta
+    return fake or torch._C._functorch.peek_interpreter_stack() is not None or torch.jit.is_tracing()
