@@ -72,8 +72,9 @@ class KernelsConfig(_Section):
     adam: Literal["apex"] | None = None
     """The optimizer of the DeepSpeed JSON: NVIDIA apex's FusedAdam."""
 
-    cross_entropy: Literal["liger"] | None = None
-    """The head and the loss: Liger's fused linear cross entropy."""
+    cross_entropy: Literal["liger", "whole"] | None = None
+    """The output head and the loss. liger: Liger's fused linear cross entropy; whole: the model's own, with whole logits. Absent:
+    lazy logits."""
 
 
 class NvmeConfig(_Section):
@@ -242,7 +243,7 @@ _ALLOWED = {
     "kernels": "a JSON object",
     "kernels.norm": '"torch" or "apex" (leave the key out for the model\'s own)',
     "kernels.adam": '"apex" (leave the key out for DeepSpeed\'s)',
-    "kernels.cross_entropy": '"liger" (leave the key out for the model\'s own)',
+    "kernels.cross_entropy": '"liger" or "whole" (leave the key out for lazy logits)',
     "plan.enabled": "true or false",
     "plan.solver": '"cbc", "highs" or "greedy"',
     "plan.time_limit_s": f"a number of seconds above 0, at most {MOST_SECONDS:,.0f}",

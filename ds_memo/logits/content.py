@@ -65,8 +65,8 @@ class Source:
     forward: Callable[[torch.Tensor], torch.Tensor]
     """The head's own: a function of rows, each by itself."""
     parameters: list[nn.Parameter]
-    trains_hidden: bool
-    """True if the hidden states need a gradient."""
+    wanted: tuple[bool, ...] | None
+    """True for the hidden states, then for each parameter, that needs a gradient. None: the call made no graph."""
     tile_rows: int
     autocast: AutocastStates
     warn: Callable[[str], None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -44,6 +45,14 @@ def tile_rows(vocabulary: int, device_bytes: int) -> int:
     return min(max(rows, LEAST_ROWS), MOST_ROWS)
 
 
+@functools.cache
+def _keep_dynamo_out() -> None:
+    """Have dynamo run the ops on lazy logits as they are: what lies between them it compiles."""
+    from torch._dynamo import trace_rules
+
+    trace_rules.add("ds_memo.logits")
+
+
 class LazyHead:
     """An output head that returns lazy logits for more rows than a tile has.
 
@@ -54,6 +63,7 @@ class LazyHead:
     """
 
     def __init__(self, head: nn.Module, device_bytes: int, warn: Callable[[str], None]) -> None:
+        _keep_dynamo_out()
         self._head = weakref.ref(head)
         self._device_bytes = device_bytes
         self._warn = warn
@@ -79,7 +89,8 @@ class LazyHead:
         rows = Rows(flat_NH.detach(), parameters)
         self._alive.add(rows)
         self.lazy_calls += 1
-        source = Source(head, forward, parameters, flat_NH.requires_grad, self.rows, autocast_states(), self._warn)
+        wanted = tuple(tensor.requires_grad for tensor in (flat_NH, *parameters)) if torch.is_grad_enabled() else None
+        source = Source(head, forward, parameters, wanted, self.rows, autocast_states(), self._warn)
         with torch.no_grad():
             none = forward(rows.hidden_NH[:0])
         index = torch.arange(len(flat_NH), device=hidden.device).view(hidden.shape[:-1])

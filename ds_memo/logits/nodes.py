@@ -10,6 +10,7 @@ Autograd adds those up, and OutputHead's backward runs one loop over tiles for a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -122,7 +123,7 @@ class HeadGradients:
         aliases = [value.detach().requires_grad_(index in self._trained) for index, value in enumerate(values)]
         self._sums.follow([aliases[index] for index in self._trained])
         index = content.maps[0].reshape(-1)
-        with torch.enable_grad(), source.with_parameters(aliases):
+        with torch.enable_grad(), _own_saved_tensors(), source.with_parameters(aliases):
             for span in content.tiles():
                 hidden = hidden_NH[index[span]].requires_grad_(d_hidden_NH is not None)
                 known = {as_they_are: source.forward(hidden)}
@@ -152,6 +153,13 @@ class HeadGradients:
         for index, gradient in zip(self._trained, self._sums.take(), strict=True):
             taken[index + 1] = gradient
         return tuple(taken)
+
+
+def _own_saved_tensors() -> AbstractContextManager:
+    """Keep what a tile's graph saves from hooks around the forward (a checkpoint, an offload), which mean the outer graph."""
+    if torch._C._autograd._top_saved_tensors_default_hooks(False) is None:
+        return nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(identity, identity)
 
 
 class OutputHead(Function):
@@ -226,7 +234,7 @@ class Sum(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, logits: Any, fn: PerRow, arguments: tuple, wanted: tuple[bool, ...]) -> torch.Tensor:
+    def forward(ctx: Any, logits: Any, fn: PerRow, arguments: tuple) -> torch.Tensor:
         content, rows, sums = logits.content, logits.rows, []
 
         def noted(values: torch.Tensor, *of_rows: torch.Tensor) -> torch.Tensor:
@@ -235,11 +243,11 @@ class Sum(Function):
             return found
 
         ones = torch.ones((), device=content.device).expand(content.rows)
-        gradients = HeadGradients(content.source, rows.hidden_NH, wanted)
+        gradients = HeadGradients(content.source, rows.hidden_NH, content.source.wanted)
         gradients.add(rows.hidden_NH, rows.values(), [Term(content, noted, arguments, (ones,))])
         ctx.known = Known(Term(content, fn, arguments, ()), [gradients], ones)
         return torch.stack(sums).sum()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return LazyGradient(ctx.known.term.content, [replace(ctx.known, factor=gradient)]), None, None, None
+        return LazyGradient(ctx.known.term.content, [replace(ctx.known, factor=gradient)]), None, None

@@ -290,11 +290,9 @@ def cross_entropy(
 def total_of(logits: LazyLogits, fn: Callable[..., torch.Tensor], *arguments: torch.Tensor) -> torch.Tensor:
     """Return the sum of one number by row; where it is trained, its gradients are computed with it."""
     half = torch.float16 in (logits.content.dtype, logits.rows.hidden_NH.dtype)  # a gradient needs the loss scale to be held
-    if not logits.requires_grad or not torch.is_grad_enabled() or half:
-        return by_row(logits, fn, *arguments)[0].sum()
-    source = logits.content.source
-    wanted = (source.trains_hidden, *(parameter.requires_grad for parameter in source.parameters))
-    return Sum.apply(logits, under_autocast(fn), arguments, wanted)
+    if logits.requires_grad and torch.is_grad_enabled() and logits.content.source.wanted and not half:
+        return Sum.apply(logits, under_autocast(fn), arguments)
+    return by_row(logits, fn, *arguments)[0].sum()
 
 
 def gather(func: Any, name: str, logits: LazyLogits, dim: int, index: torch.Tensor, **_: Any) -> Any:

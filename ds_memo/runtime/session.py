@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,8 @@ from torch import nn
 from ds_memo.config import MemoConfig
 from ds_memo.errors import MemoError
 from ds_memo.hf.attention import catch_attention, keep_unobserved_attention
+from ds_memo.logits.head import LazyHead, output_heads
+from ds_memo.memory.device import device_usage
 from ds_memo.remat.checkpoint import Layer
 from ds_memo.remat.modes import inside_a_layer
 from ds_memo.runtime import active_forward, conflicts
@@ -22,6 +25,7 @@ from ds_memo.runtime.passes import Passes
 from ds_memo.runtime.report import report
 from ds_memo.runtime.steps import Steps
 from ds_memo.show.report_table import Report
+from ds_memo.units import GIB
 
 
 class Session(Parts):
@@ -58,7 +62,16 @@ class Session(Parts):
         keep_unobserved_attention()
         for name, module in layers[:1]:
             self.patches.before_forward(module, conflicts.MaskWatch(name, self.warn))
+        if self.config.kernels.cross_entropy is None:
+            self._make_logits_lazy(model)
         self.passes.follow(model)
+
+    def _make_logits_lazy(self, model: nn.Module) -> None:
+        usage, given = device_usage(self.engine.device), self.config.device_memory_gib
+        sizes = [usage["total"]] * bool(usage) + [int((given or 0) * GIB)] * bool(given)
+        for head in output_heads(model):
+            self.heads.append(LazyHead(head, min(sizes, default=sys.maxsize), self.warn))
+            self.patches.forward(head, self.heads[-1])
 
     # ---- layer calls
 

@@ -34,6 +34,8 @@ class Steps:
             self._parts.addresses.leave_phase()
 
     def begins(self) -> None:
+        for head in self._parts.heads:
+            head.keep_values()
         self._parts.addresses.step_begins()
 
     def ended(self, applied: bool = True) -> None:
