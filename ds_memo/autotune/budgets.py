@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import gc
 import math
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from ds_memo.autotune.pending_calls import InFlight
 from ds_memo.distributed.agree import from_all_ranks
+from ds_memo.logits.head import HeadBytes, LazyHead
 from ds_memo.memory.device import UNSEEN, device_budget, lost_bytes, most_beyond, states_to_come
 from ds_memo.placement import Tiles
 from ds_memo.planned_alloc.non_layer_memory import NonLayerMemory, largest
@@ -25,6 +28,42 @@ from ds_memo.solve.run_costs import RunCosts
 from ds_memo.swap.host_budget import HostBudget
 
 
+class HeadMemory(NamedTuple):
+    """Bytes of head and loss, as passes have shown them, at any number of tokens."""
+
+    whole_per_token: float = 0.0
+    """Of passes with whole logits."""
+    lazy_fixed: int = 0
+    """Of lazy logits: a tile, sums of gradients."""
+    lazy_per_token: float = 0.0
+    lazy_from: float = math.inf
+    """Tokens above which logits are lazy."""
+
+    def with_seen(self, tokens: int, nbytes: int, lazy: Sequence[HeadBytes]) -> HeadMemory:
+        """Return the larger of this and what a pass of one rank took.
+
+        Args:
+            lazy: what the rank's lazy heads should take.
+        """
+        found = self
+        for head in lazy:
+            found = HeadMemory(
+                self.whole_per_token,
+                max(found.lazy_fixed, head.fixed),
+                max(found.lazy_per_token, head.per_token),
+                min(found.lazy_from, head.rows),
+            )
+        if tokens <= found.lazy_from:
+            return found._replace(whole_per_token=max(self.whole_per_token, nbytes / tokens))
+        return found._replace(lazy_per_token=max(found.lazy_per_token, (nbytes - found.lazy_fixed) / tokens))
+
+    def at(self, tokens: int) -> int:
+        """Return the bytes at a number of tokens."""
+        if tokens > self.lazy_from:
+            return math.ceil(self.lazy_fixed + self.lazy_per_token * tokens)
+        return math.ceil(self.whole_per_token * tokens)
+
+
 class Budgets:
     """Device and host budgets of one model's training.
 
@@ -32,9 +71,12 @@ class Budgets:
         device_memory_gib: as configured.
         host: the bytes of the host.
         device: where layers compute.
+        heads: output heads with lazy logits.
     """
 
-    def __init__(self, device_memory_gib: float | None, host: HostBudget, device: torch.device) -> None:
+    def __init__(
+        self, device_memory_gib: float | None, host: HostBudget, device: torch.device, heads: Sequence[LazyHead] = ()
+    ) -> None:
         self.device = 0
         """Bytes beyond parameters, gradients and optimizer states."""
         self.device_limit = 0
@@ -44,7 +86,8 @@ class Budgets:
         self._device = device
         self._non_layer: NonLayerMemory | None = None
         """None: not seen."""
-        self._head_bytes_per_token = 0.0
+        self._heads = heads
+        self._head = HeadMemory()
 
     def measure(self, model: nn.Module, has_engine: bool, stepped: bool) -> None:
         """Measure what there is now. All ranks call this together.
@@ -77,19 +120,20 @@ class Budgets:
         Returns:
             Whether some of it is more than was known.
         """
-        mine = None
+        mine, lazy = None, [head.bytes for head in self._heads if head.bytes]
         if tokens and logged:
-            mine = logged.head / tokens, logged
+            mine = tokens, logged.head, lazy, logged
         elif tokens and self._non_layer is None and (most := most_beyond(self._device, bytes_of_layers)) is not None:
-            mine = most / tokens, NonLayerMemory(most)
+            mine = tokens, most, lazy, NonLayerMemory(most)
         everybodys = from_all_ranks(mine)
         if None in everybodys:
             return False
-        before = self._head_bytes_per_token, self._non_layer
-        per_token, seen = zip(*everybodys, strict=True)
+        before = self._head, self._non_layer
+        for theirs in everybodys:
+            self._head = self._head.with_seen(*theirs[:3])
         known = [self._non_layer] if self._non_layer else []
-        self._head_bytes_per_token, self._non_layer = max(before[0], *per_token), largest([*known, *seen])
-        return (self._head_bytes_per_token, self._non_layer) != before
+        self._non_layer = largest([*known, *(theirs[-1] for theirs in everybodys)])
+        return (self._head, self._non_layer) != before
 
     def costs(
         self, profile: Profile, shapes: HiddenShapes, in_flight: InFlight, host: int, tiles: Tiles | None = None
@@ -112,6 +156,6 @@ class Budgets:
             layers=run.layers * calls,
             working_bytes=other.elsewhere,
             forward_bytes=other.forward,
-            head_bytes=math.ceil(self._head_bytes_per_token * tokens) + other.staying,
+            head_bytes=self._head.at(tokens) + other.staying,
             backward_bytes=(most,) * (len(backward) * (calls - 1)) + backward,  # what a layer's last call has added stays
         )

@@ -33,6 +33,7 @@ from ds_memo.config import MemoConfig
 from ds_memo.distributed import agree
 from ds_memo.distributed.agree import Failed, from_all_ranks, greatest, together, world_size
 from ds_memo.distributed.topology import gathers_by_module, is_experts, meet_in_layers, sharing_ranks, talk_in_layers
+from ds_memo.logits.head import LazyHead
 from ds_memo.placement import PlacementKind, Tiles
 from ds_memo.planned_alloc import UNPLANNED_OVERHEAD
 from ds_memo.planned_alloc.runtime import Addresses
@@ -77,6 +78,7 @@ class Tuner:
         before_probe: called before a forward is probed, and its layers are run by themselves.
         gather_whole: has ZeRO-3 gather each of these layers at once from now on; None: it cannot be told.
         drives: behind host memory; None: there are none.
+        heads: output heads with lazy logits.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class Tuner:
         before_probe: Callable[[], None],
         gather_whole: Callable[[Sequence[nn.Module]], None] | None = None,
         drives: Drives | None = None,
+        heads: Sequence[LazyHead] = (),
     ) -> None:
         self.changes: list[str] = []
         """What was changed while the run went on, in words."""
@@ -122,7 +125,7 @@ class Tuner:
         self._measures_again = False
         """Layers can be measured again in a later pass: with all ranks, or without making another rank wait."""
         self._latest: PassSolution | None = None
-        self._budgets = Budgets(config.device_memory_gib, remat.engine.slab.budget, self._device)
+        self._budgets = Budgets(config.device_memory_gib, remat.engine.slab.budget, self._device, heads)
         self._copies_at = 1.0
         """The share of the profiled bandwidth that copies were seen to reach."""
         self._steps = 0

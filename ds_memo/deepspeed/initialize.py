@@ -225,6 +225,7 @@ def attach_engine(engine: deepspeed.DeepSpeedEngine, config: MemoConfig) -> Sess
     session.on_detach(whole.undo)
     if config.tile_tokens:
         whole.gather([module for layer in session.layers if (module := layer.module()) is not None])
+    whole.gather(session.heads_of_modules())
     engine.memo = MemoHandle(session)
     return session
 

@@ -29,26 +29,25 @@ class WholeLayers:
 
     def __init__(self, engine: deepspeed.DeepSpeedEngine) -> None:
         self._engine = weakref.ref(engine)
-        self._done = False
+        self._done: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._undo: list[Callable[[], Any]] = []
 
     def gather(self, layers: Sequence[nn.Module]) -> None:
-        """Have each layer gathered whole from now on. All ranks call this before the same pass, with the same layers.
+        """Have each layer, or output head, gathered whole from now on. All ranks call this before the same pass, with the same.
 
         Layers with leaf modules inside (DeepSpeed marks blocks of experts) stay as they are: these reduce their own gradients.
         """
-        if self._done:
-            return
-        self._done = True
+        before = len(self._undo)
         for layer in layers:
-            if any(map(z3_leaf_module, layer.modules())):
+            if layer in self._done or any(map(z3_leaf_module, layer.modules())):
                 continue
+            self._done.add(layer)
             inside = [vars(part)[name] for part in layer.modules() if part is not layer for name in _HOOKS]
             if not any([self._take(hooks) for hooks in inside]):
                 continue  # it is not ZeRO-3, or not this engine's
             set_z3_leaf_module(layer, True)
             self._undo.append(functools.partial(_unmark, weakref.ref(layer)))
-        if self._undo:
+        if len(self._undo) > before:
             forget_order(self._engine())
 
     def undo(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -21,6 +21,8 @@ BYTES_PER_LOGIT = 20
 TILE_BYTES = 1 * GIB
 DEVICE_SHARE = 1 / 64
 """The most of a device that a tile takes, where GEMMs are full with that."""
+_BYTES_PER_ROW = 64
+"""Maps of rows, labels, losses."""
 LEAST_ROWS, MOST_ROWS = 256, 4096
 """A GEMM is full from about 256 rows on."""
 
@@ -53,6 +55,15 @@ def _keep_dynamo_out() -> None:
     trace_rules.add("ds_memo.logits")
 
 
+class HeadBytes(NamedTuple):
+    """Device memory of lazy logits and their loss: ``fixed + tokens * per_token`` bytes."""
+
+    rows: int
+    """Tokens up to which logits are whole."""
+    fixed: int
+    per_token: int
+
+
 class LazyHead:
     """An output head that returns lazy logits for more rows than a tile has.
 
@@ -64,28 +75,29 @@ class LazyHead:
 
     def __init__(self, head: nn.Module, device_bytes: int, warn: Callable[[str], None]) -> None:
         _keep_dynamo_out()
-        self._head = weakref.ref(head)
+        self.module = weakref.ref(head)
         self._device_bytes = device_bytes
         self._warn = warn
         self._alive: weakref.WeakSet[Rows] = weakref.WeakSet()
-        self._by_row = True if type(head) is nn.Linear else None
-        """None: not tried."""
-        self.rows: int | None = None
-        """Rows of a tile. None: no call yet."""
+        self._splits: bool | None = None
+        """True if the head computes each row by itself. None: no call yet."""
+        self.rows = 0
+        """Rows of a tile."""
         self.lazy_calls = 0
+        self.bytes: HeadBytes | None = None
+        """What a call with gradients takes. None: no call yet, or the head's logits are never lazy."""
 
     def __call__(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         hidden = args[0] if len(args) == 1 and not kwargs else None
         if not isinstance(hidden, torch.Tensor) or hidden.dim() < 2 or _elsewhere(hidden):
             return forward(*args, **kwargs)
-        head = self._head()
+        head = self.module()
         flat_NH = hidden.reshape(-1, hidden.shape[-1])
-        if self.rows is None:
-            with torch.no_grad():
-                self.rows = tile_rows(forward(flat_NH[:1].detach()).shape[-1], self._device_bytes)
-        if len(flat_NH) <= self.rows or not self._splits(head, forward, flat_NH):
-            return forward(hidden)
         parameters = list(head.parameters())
+        if self._splits is None:
+            self._look(forward, flat_NH, parameters)
+        if len(flat_NH) <= self.rows or not self._splits or _draws(head):
+            return forward(hidden)
         rows = Rows(flat_NH.detach(), parameters)
         self._alive.add(rows)
         self.lazy_calls += 1
@@ -102,21 +114,29 @@ class LazyHead:
         for rows in self._alive:
             rows.keep_values()
 
-    def _splits(self, head: nn.Module, forward: Callable[..., Any], flat_NH: torch.Tensor) -> bool:
-        """Return True if the head computes each row by itself, now. Warn if it does not."""
-        if any(isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p for module in head.modules()):
-            return False  # PEFT's dropout: each row would draw other numbers than in the whole
-        if self._by_row is None:
-            parameters = list(head.parameters())
-            distributed = any(not isinstance(p, nn.Parameter) or hasattr(p, "device_mesh") for p in parameters)
-            plain = not distributed and all(p.is_floating_point() for p in parameters)
-            self._by_row = plain and is_by_token(forward, flat_NH[None])
-            if not self._by_row:
-                self._warn(
-                    f"the output head ({type(head).__name__}) makes its logits whole: its weights are distributed or quantised, "
-                    "or it mixes rows. Long sequences need the memory for that"
-                )
-        return self._by_row
+    def _look(self, forward: Callable[..., Any], flat_NH: torch.Tensor, parameters: list[nn.Parameter]) -> None:
+        """Look at the head in its first call, when ZeRO-3 has gathered it."""
+        head = self.module()
+        with torch.no_grad():
+            vocabulary = forward(flat_NH[:1].detach()).shape[-1]
+        self.rows = self.rows or tile_rows(vocabulary, self._device_bytes)
+        distributed = any(hasattr(parameter, "device_mesh") for parameter in parameters)
+        plain = not distributed and all(parameter.is_floating_point() for parameter in parameters)
+        self._splits = plain and (type(head) is nn.Linear or is_by_token(forward, flat_NH[None]))
+        if not self._splits:
+            self._warn(
+                f"the output head ({type(head).__name__}) makes its logits whole: its weights are distributed or quantised, or it "
+                "mixes rows. Long sequences need the memory for that"
+            )
+            return
+        tile = self.rows * vocabulary * BYTES_PER_LOGIT
+        sums = sum(parameter.numel() * (4 + 2 * parameter.element_size()) for parameter in parameters)  # float32, rounded, weight
+        self.bytes = HeadBytes(self.rows, tile + sums, 2 * flat_NH.shape[-1] * flat_NH.element_size() + _BYTES_PER_ROW)
+
+
+def _draws(head: nn.Module) -> bool:
+    """Return True if the head draws random numbers (PEFT's dropout): tile by tile it would draw others."""
+    return any(isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p for module in head.modules())
 
 
 def _elsewhere(hidden: torch.Tensor) -> bool:

@@ -117,7 +117,7 @@ class Parts:
         self.tuner = None
         if not self.policy.fixed:
             before = ties.before_probe, ties.gather_whole
-            self.tuner = Tuner(config, self.remat, self.addresses, self.warn, ties.of_engine, *before, self.drives)
+            self.tuner = Tuner(config, self.remat, self.addresses, self.warn, ties.of_engine, *before, self.drives, self.heads)
 
     def warn(self, message: str) -> None:
         """Warn and show it in the report: once, also where sizes differ from those of an earlier one (another batch)."""

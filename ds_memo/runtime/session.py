@@ -73,6 +73,10 @@ class Session(Parts):
             self.heads.append(LazyHead(head, min(sizes, default=sys.maxsize), self.warn))
             self.patches.forward(head, self.heads[-1])
 
+    def heads_of_modules(self) -> list[nn.Module]:
+        """Return the output heads with modules inside (LoRA's), which ZeRO-3 must gather at once: tiles call them."""
+        return [module for head in self.heads if (module := head.module()) is not None and any(module.children())]
+
     # ---- layer calls
 
     def run(self, fn: Callable[..., Any], /, *args: Any, preserve_rng_state: bool = True, **kwargs: Any) -> Any:
