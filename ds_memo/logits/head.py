@@ -125,8 +125,8 @@ class LazyHead:
         self._splits = plain and (type(head) is nn.Linear or is_by_token(forward, flat_NH[None]))
         if not self._splits:
             self._warn(
-                f"the output head ({type(head).__name__}) makes its logits whole: its weights are distributed or quantised, or it "
-                "mixes rows. Long sequences need the memory for that"
+                f"the output head ({type(head).__name__}) makes its logits whole: its weights are distributed or quantised, or "
+                "it mixes rows. Long sequences need the memory for that"
             )
             return
         tile = self.rows * vocabulary * BYTES_PER_LOGIT

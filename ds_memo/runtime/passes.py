@@ -12,15 +12,18 @@ from torch import nn
 
 from ds_memo.autotune.probe_forward import TrainingPass
 from ds_memo.memory.device import device_usage
-from ds_memo.placement import Tiles
 from ds_memo.profile.layer_call import AsCalled, as_it_is
 from ds_memo.remat.diagnostics import has_compiled, within_compiled
 from ds_memo.remat.undo import changed, stacks_restored
 from ds_memo.runtime import active_forward, conflicts
 from ds_memo.runtime.parts import Parts
-from ds_memo.shapes import shapes_of
+from ds_memo.shapes import shapes_of, tensors_in
 from ds_memo.tiles.norms import TiledNorm, norms_beside
 from ds_memo.units import GIB
+
+
+NORM_TOKENS = 4096
+"""Tokens from which a norm beside the layers runs in tiles of as many. Eager, it takes 5 to 10 copies of all hidden states."""
 
 
 def _never() -> bool:
@@ -46,6 +49,7 @@ class Passes:
         """None: there is nothing more to be told."""
         self._frames_before = 0
         self._as_called: AsCalled = as_it_is
+        self._norms_tiled = False
         self._tiles_came = False
         """True from the first pass in tiles on."""
 
@@ -72,8 +76,10 @@ class Passes:
                 self._gather_whole = None
             with stacks_restored():
                 self.place(module, args, kwargs)
+        if not self._norms_tiled and (policy.tiles is not None or self._is_long(args, kwargs)):
+            self._tile_norms(module)
         if policy.tiles is not None and not self._tiles_came:
-            self._tiles_come(module)
+            self._tiles_come()
         if not training:
             addresses.leave_phase()
         elif policy.no_recompute:
@@ -110,19 +116,30 @@ class Passes:
             if solution is not None:
                 parts.slab.pool.lock_ahead(solution.host_blocks)
 
-    def _tiles_come(self, model: nn.Module) -> None:
-        """Have norms beside the layers run in tiles, too, and layers without gradients."""
+    def _is_long(self, args: tuple, kwargs: dict[str, Any]) -> bool:
+        """Return True if an eager norm beside the layers would take more than its share, though layers fit whole."""
+        tokens = (math.prod(tensor.shape[:2]) for tensor in tensors_in((args, kwargs)) if tensor.dim() > 1)
+        return self._parts.config.tile_tokens != 0 and max(tokens, default=0) > NORM_TOKENS
+
+    def _tile_norms(self, model: nn.Module) -> None:
+        """Have norms beside the layers run in tiles."""
+        self._norms_tiled = True
+        for norm in norms_beside(model, [layer.name for layer in self._parts.layers]):
+            self._patches.forward(norm, TiledNorm(norm, self._norm_tokens, self._parts.warn))
+
+    def _tiles_come(self) -> None:
+        """Have layers without gradients run in tiles, too."""
         self._tiles_came = True
         parts = self._parts
-        for norm in norms_beside(model, [layer.name for layer in parts.layers]):
-            self._patches.forward(norm, TiledNorm(norm, self._tiles_now, parts.warn))
         for layer in parts.layers:
             if (module := layer.module()) is not None:
                 self._patches.without_gradients(module, functools.partial(parts.remat.run, layer))
 
-    def _tiles_now(self) -> Tiles | None:
+    def _norm_tokens(self) -> int:
+        """Return the tokens of a norm's tile: of a layer's, where that is shorter."""
         policy, tiling = self._parts.policy, self._parts.tiling
-        return policy.tiles if torch.is_grad_enabled() or tiling is None else tiling.without_gradients
+        tiles = policy.tiles if torch.is_grad_enabled() or tiling is None else tiling.without_gradients
+        return min(tiles.tokens, NORM_TOKENS) if tiles else NORM_TOKENS
 
     def _is_over(self, module: nn.Module, args: tuple, output: Any) -> None:
         active_forward.ends(self._parts)

@@ -68,9 +68,9 @@ class Session(Parts):
 
     def _make_logits_lazy(self, model: nn.Module) -> None:
         usage, given = device_usage(self.engine.device), self.config.device_memory_gib
-        sizes = [usage["total"]] * bool(usage) + [int((given or 0) * GIB)] * bool(given)
+        device_bytes = int(given * GIB) if given else usage["total"] if usage else sys.maxsize
         for head in output_heads(model):
-            self.heads.append(LazyHead(head, min(sizes, default=sys.maxsize), self.warn))
+            self.heads.append(LazyHead(head, device_bytes, self.warn))
             self.patches.forward(head, self.heads[-1])
 
     def heads_of_modules(self) -> list[nn.Module]:

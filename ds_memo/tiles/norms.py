@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_memo.placement import Tiles
 from ds_memo.remat.layer_state import unchanged
 from ds_memo.remat.undo import Undoing, stacks_restored
 from ds_memo.spans import spans
@@ -37,22 +36,22 @@ class TiledNorm:
     """Runs a norm in tiles. It must treat each token by itself, which its first call in tiles checks.
 
     Args:
-        tiles: returns the tiles of the running pass; None: layers run whole.
+        tile_tokens: returns the tokens of a tile.
         warn: warns the user.
     """
 
-    def __init__(self, module: nn.Module, tiles: Callable[[], Tiles | None], warn: Callable[[str], None]) -> None:
+    def __init__(self, module: nn.Module, tile_tokens: Callable[[], int], warn: Callable[[str], None]) -> None:
         self._module = module
-        self._tiles = tiles
+        self._tile_tokens = tile_tokens
         self._warn = warn
         self._by_token: bool | None = None
         """None before the first call in tiles."""
 
     def __call__(self, forward: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
-        x, asked = args[0] if len(args) == 1 and not kwargs else None, self._tiles()
-        if asked is None or not isinstance(x, torch.Tensor) or x.dim() != 3:
+        x = args[0] if len(args) == 1 and not kwargs else None
+        if not isinstance(x, torch.Tensor) or x.dim() != 3:
             return forward(*args, **kwargs)
-        tiles = spans(x.shape[0], x.shape[1], asked.tokens)
+        tiles = spans(x.shape[0], x.shape[1], self._tile_tokens())
         if len(tiles) == 1:
             return forward(x)
         if self._by_token is None:
