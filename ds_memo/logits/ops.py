@@ -52,9 +52,7 @@ def elementwise(func: Any, name: str, *args: Any, **kwargs: Any) -> Any:
     def prepared(value: Any) -> Callable[[Tile], Any]:
         if isinstance(value, LazyLogits):
             if any(value is logits for logits in kin):
-                if base.requires_grad and not value.requires_grad:
-                    return lambda tile: tile.values(value_of[id(value)]).detach()
-                return lambda tile: tile.values(value_of[id(value)])
+                return _value_of(value.content.expression, detached=base.requires_grad and not value.requires_grad)
             trained = value.requires_grad and torch.is_grad_enabled()
             if trained or value.content.leading != content.leading or value.content.moved:
                 raise _Unknown
@@ -73,7 +71,6 @@ def elementwise(func: Any, name: str, *args: Any, **kwargs: Any) -> Any:
             return lambda tile: vector
         return by_rows(value.expand(*content.leading, value.shape[-1]).reshape(-1, value.shape[-1]))
 
-    value_of = {id(logits): logits.content.expression for logits in kin}
     try:
         positional, named = [prepared(value) for value in args], {key: prepared(value) for key, value in kwargs.items()}
     except _Unknown:
@@ -99,6 +96,11 @@ def elementwise(func: Any, name: str, *args: Any, **kwargs: Any) -> Any:
         bases=content.bases if in_place else (),
     )
     return _change(args[0], new) if in_place else derive(base, new)
+
+
+def _value_of(expression: Callable[[Tile], torch.Tensor], detached: bool) -> Callable[[Tile], torch.Tensor]:
+    """Return a function that holds no logits: it lives as long as the graph does."""
+    return (lambda tile: tile.values(expression).detach()) if detached else (lambda tile: tile.values(expression))
 
 
 def _ends_in_place(name: str) -> bool:
