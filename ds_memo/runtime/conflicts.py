@@ -86,8 +86,19 @@ def refuse_cache(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         )
 
 
+def fill_no_cache(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+    """Have a Hugging Face model's loss without gradients fill no cache, which nobody reads; a forward pre-hook.
+
+    Such a cache has the keys and values of all layers (Trainer.evaluate), and layers that fill it cannot run in tiles.
+    """
+    labels = kwargs.get("labels")
+    if torch.is_grad_enabled() or labels is None or labels.shape[-1] <= LONG or {"use_cache", "past_key_values"} & kwargs.keys():
+        return None
+    return args, {**kwargs, "use_cache": False}
+
+
 LONG = 4096
-"""Tokens from which a mask is worth a word: 16 MiB of booleans."""
+"""Tokens from which a mask or a cache counts: 16 MiB of booleans."""
 
 
 class MaskWatch:

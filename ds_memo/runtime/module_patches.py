@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -73,6 +74,8 @@ class ModulePatches:
             if is_huggingface_model(module):
                 self._checkpoint_with(module, run)
                 self.before_forward(module, conflicts.refuse_cache)
+                if {"labels", "use_cache"} <= inspect.signature(module.forward).parameters.keys():
+                    self.before_forward(module, conflicts.fill_no_cache)
 
     def before_forward(
         self,

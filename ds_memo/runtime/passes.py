@@ -12,6 +12,7 @@ from torch import nn
 
 from ds_memo.autotune.probe_forward import TrainingPass
 from ds_memo.memory.device import device_usage
+from ds_memo.placement import Tiles
 from ds_memo.profile.layer_call import AsCalled, as_it_is
 from ds_memo.remat.diagnostics import has_compiled, within_compiled
 from ds_memo.remat.undo import changed, stacks_restored
@@ -21,9 +22,9 @@ from ds_memo.shapes import shapes_of, tensors_in
 from ds_memo.tiles.norms import TiledNorm, norms_beside
 from ds_memo.units import GIB
 
-
-NORM_TOKENS = 4096
-"""Tokens from which a norm beside the layers runs in tiles of as many. Eager, it takes 5 to 10 copies of all hidden states."""
+LONG = 4096
+"""Tokens from which norms beside the layers run in tiles of as many (eager, one makes 5 to 10 copies of all hidden states), and
+forwards without gradients."""
 
 
 def _never() -> bool:
@@ -76,9 +77,10 @@ class Passes:
                 self._gather_whole = None
             with stacks_restored():
                 self.place(module, args, kwargs)
-        if not self._norms_tiled and (policy.tiles is not None or self._is_long(args, kwargs)):
+        long = self._is_long(args, kwargs)
+        if not self._norms_tiled and (policy.tiles is not None or long):
             self._tile_norms(module)
-        if policy.tiles is not None and not self._tiles_came:
+        if not self._tiles_came and (policy.tiles is not None or (long and self._tiles_unasked(module, training))):
             self._tiles_come()
         if not training:
             addresses.leave_phase()
@@ -119,7 +121,18 @@ class Passes:
     def _is_long(self, args: tuple, kwargs: dict[str, Any]) -> bool:
         """Return True if an eager norm beside the layers would take more than its share, though layers fit whole."""
         tokens = (math.prod(tensor.shape[:2]) for tensor in tensors_in((args, kwargs)) if tensor.dim() > 1)
-        return self._parts.config.tile_tokens != 0 and max(tokens, default=0) > NORM_TOKENS
+        return self._parts.config.tile_tokens != 0 and max(tokens, default=0) > LONG
+
+    def _tiles_unasked(self, model: nn.Module, training: bool) -> bool:
+        """Have a long forward without gradients run in tiles where no training pass came before it. Return True if it will.
+
+        Under ZeRO-3 layers in tiles must be gathered whole from the same pass on, and ranks may evaluate other lengths.
+        """
+        tiling = self._parts.tiling
+        if training or tiling is None or torch.is_grad_enabled() or any(hasattr(p, "ds_id") for p in model.parameters()):
+            return False
+        tiling.without_gradients = Tiles(LONG)
+        return True
 
     def _tile_norms(self, model: nn.Module) -> None:
         """Have norms beside the layers run in tiles."""
@@ -139,7 +152,7 @@ class Passes:
         """Return the tokens of a norm's tile: of a layer's, where that is shorter."""
         policy, tiling = self._parts.policy, self._parts.tiling
         tiles = policy.tiles if torch.is_grad_enabled() or tiling is None else tiling.without_gradients
-        return min(tiles.tokens, NORM_TOKENS) if tiles else NORM_TOKENS
+        return min(tiles.tokens, LONG) if tiles else LONG
 
     def _is_over(self, module: nn.Module, args: tuple, output: Any) -> None:
         active_forward.ends(self._parts)
