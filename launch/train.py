@@ -28,8 +28,8 @@ import measured
 import model as hf
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from deepspeed.accelerator import get_accelerator
-from loss import HeadError, use_tiled_loss
 from measured import PeakBytes
 from tqdm import tqdm
 
@@ -39,6 +39,8 @@ from ds_memo.config import memo_config
 from ds_memo.deepspeed import ulysses
 from ds_memo.files import write_output
 from ds_memo.hf.model_flops import model_flops
+
+IGNORE = -100  # cross_entropy's default ignore_index
 
 
 class UsageError(ValueError):
@@ -173,7 +175,11 @@ class Run:
         return ({name: value.to(self.engine.device) for name, value in batch.items()} for batch in own)
 
     def loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        loss = self.engine(**batch)
+        """Return the mean loss of a batch, whose labels stand at the positions that predict them; 0 if none counts."""
+        inputs = {name: value for name, value in batch.items() if name != "labels"}
+        logits, labels = self.engine(**inputs, use_cache=False).logits, batch["labels"]
+        total = F.cross_entropy(logits.float().flatten(0, -2), labels.flatten(), reduction="sum")
+        loss = total / (labels != IGNORE).sum().clamp(min=1)
         return ulysses.mean_over_ranks(loss, batch["labels"], self.engine) if self.sp > 1 else loss
 
     def mean(self, losses: list[torch.Tensor]) -> float:
@@ -257,7 +263,8 @@ def start(args: argparse.Namespace) -> Run:
     model = hf.build(args.model, config, ds_config, dtype_of(ds_config), args.attn_implementation)
     if args.pack:
         hf.check_packing(model)
-    use_tiled_loss(model)
+    if getattr(config.get_text_config(), "output_router_logits", False):
+        raise UsageError(f"{type(model).__name__}: this script adds no router loss; set output_router_logits to false")
     flops = None if args.pack else model_flops(model, args.seq_length)  # attention's depend on the documents
     engine, *_ = ds_memo.initialize(model=model, model_parameters=model.parameters(), config=ds_config)
     return Run(args, engine, training, validation, flops, sp)
@@ -294,7 +301,7 @@ def main() -> None:
     args = parse_args()
     try:
         train(start(args))
-    except (UsageError, long_data.DataError, hf.ModelError, HeadError, ds_memo.MemoConfigError) as error:
+    except (UsageError, long_data.DataError, hf.ModelError, ds_memo.MemoConfigError) as error:
         if args.local_rank == 0:
             print(f"train.py: error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -13,7 +13,7 @@ from pathlib import Path
 REPO = Path(__file__).parents[1]
 SAYS = {
     *("warn", "_warn", "MemoWarning", "MemoError", "MemoConfigError", "NothingFits", "Refused"),
-    *("UsageError", "DataError", "HeadError", "ModelError"),
+    *("UsageError", "DataError", "ModelError"),
 }
 """Functions and classes whose first text is for the user."""
 YIELDS = ("ds_memo/runtime/first_step_warnings.py", "ds_memo/remat/diagnostics.py")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import itertools
 from collections.abc import Iterator
@@ -12,19 +13,25 @@ from typing import Any
 import deepspeed.comm as dist
 import pytest
 import torch
+import torch.nn.functional as F
 from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import ds_memo
 from ds_memo.deepspeed import sequence_probe, ulysses
-from launch.loss import use_tiled_loss
 from tests import architectures
 from tests.deepspeed.matrix import mean_loss
 from tests.deepspeed.test_ulysses import batch, gradients_of_parts, part, whole_gradients
 from tests.distributed_harness.common import DistributedTest
 from tests.everyday import everyday
 from tests.models import HIDDEN, assert_same_grads, build, generators
+
+
+def loss_of(forward: Any, input_ids: torch.Tensor, labels: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    """The loss alone, of labels at the positions that predict them."""
+    return F.cross_entropy(forward(input_ids=input_ids, **kwargs).logits.flatten(0, 1), labels.flatten())
+
 
 MIXERS = {
     "qwen3_next": r"layers\.0\.linear_attn \(Qwen3NextGatedDeltaNet\)",
@@ -147,7 +154,8 @@ class TestProbe(DistributedTest):
 
     def test_what_mixes_nothing_is_let_pass(self) -> None:
         probed()
-        use_tiled_loss(asks_for_labels := build("llama"))
+        asks_for_labels = build("llama")
+        asks_for_labels.forward = functools.partial(loss_of, asks_for_labels.forward)
         tokens, positions, labels = map(part, batch())
         want = whole_loss(build("llama"))
         engine = start(asks_for_labels, stage=3)  # whose order of gathers the probe leaves alone
