@@ -45,11 +45,19 @@ def report(parts: Parts, speed: Speed) -> Report:
         tokens_per_s=tokens_per_s,
         mfu=model_flops_utilization(parts.model(), parts.hidden_shape(), tokens_per_s, engine.device),
         tiles=parts.tiling.report() if parts.tiling else None,
+        logits=_logits(parts),
         profile=parts.tuner.report() if parts.tuner else None,
         plan=parts.addresses.report(),
         nvme=parts.drives.report() if parts.drives else None,
         warnings=list(parts.warnings),
     )
+
+
+def _logits(parts: Parts) -> dict[str, int] | None:
+    """Return the rows of a tile and the calls that gave lazy logits; None: logits are whole by configuration, or of no head."""
+    if not parts.heads:
+        return None
+    return {"tile_rows": max(head.rows for head in parts.heads), "lazy_calls": sum(head.lazy_calls for head in parts.heads)}
 
 
 def _recomputed(work: Work, frames: int) -> float | None:

@@ -120,6 +120,8 @@ def _lines(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     share = report["gemm_flops_recomputed_fraction"]
     gemms = "GEMMs unknown, for none was seen" if share is None else f"{share:.1%} of the forward's GEMM FLOPs"
     yield "recomputed", f"{gemms}; attention {report['attention_recomputed']} times"
+    if (logits := report.get("logits")) and logits["lazy_calls"]:
+        yield "logits", f"lazy in {logits['lazy_calls']} calls of the output head, tiles of {logits['tile_rows']:,} rows"
     host = report["host"]
     yield "host memory", f"{size(host['slab'])} held, {size(host['peak_used'])} used at most, of {size(host['budget'])}"
     yield "stalls", ", ".join(f"{seconds:.3g} s for {stream}" for stream, seconds in report["stall_s"].items())
