@@ -6,8 +6,8 @@ vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ds_memo.errors import MemoError
+from ds_memo.remat.layer_state import Before
 from ds_memo.remat.modes import running_tiles
 from ds_memo.remat.undo import Undoing
 
@@ -61,10 +62,12 @@ class Rows:
 class Source:
     """One call of an output head."""
 
-    head: nn.Module
     forward: Callable[[torch.Tensor], torch.Tensor]
     """The head's own: a function of rows, each by itself."""
-    parameters: list[nn.Parameter]
+    places: Sequence[tuple[dict[str, Any], str, int]]
+    """Where the head's modules hold parameters: a table, the name in it, the number of the parameter."""
+    before: Before | None
+    """State of the head's modules at the call (PEFT's adapters may be off). None: it has none."""
     wanted: tuple[bool, ...] | None
     """True for the hidden states, then for each parameter, that needs a gradient. None: the call made no graph."""
     tile_rows: int
@@ -74,21 +77,16 @@ class Source:
     @contextmanager
     def with_parameters(self, values: list[torch.Tensor]) -> Iterator[None]:
         """Have the head compute with these parameters, under the autocast of its call."""
-        by_id = {id(parameter): value for parameter, value in zip(self.parameters, values, strict=True)}
-        places = [
-            (module._parameters, name, parameter)
-            for module in self.head.modules()
-            for name, parameter in module._parameters.items()
-            if id(parameter) in by_id
-        ]
+        held = [table[name] for table, name, _ in self.places]
 
         def put_back() -> None:
-            for table, name, parameter in places:
+            for (table, name, _), parameter in zip(self.places, held, strict=True):
                 table[name] = parameter
 
-        with running_tiles(), Undoing(put_back), autocast_as(self.autocast):
-            for table, name, parameter in places:
-                table[name] = by_id[id(parameter)]
+        as_then = nullcontext() if self.before is None else self.before.put_in()
+        with running_tiles(), as_then, Undoing(put_back), autocast_as(self.autocast):
+            for table, name, number in self.places:
+                table[name] = values[number]
             yield
         if any(on for _, on, _ in self.autocast):
             torch.clear_autocast_cache()  # of the casts of `values`

@@ -13,6 +13,7 @@ from torch import nn
 from ds_memo.logits import ops  # noqa: F401  its handlers
 from ds_memo.logits.content import Content, Rows, Source, as_they_are, autocast_states
 from ds_memo.logits.tensor import call_head
+from ds_memo.remat.layer_state import LayerState
 from ds_memo.tiles.probe import is_by_token
 from ds_memo.units import GIB
 
@@ -81,6 +82,7 @@ class LazyHead:
         self._alive: weakref.WeakSet[Rows] = weakref.WeakSet()
         self._splits: bool | None = None
         """True if the head computes each row by itself. None: no call yet."""
+        self._state = LayerState("output head", head) if any(head.children()) else None
         self.rows = 0
         """Rows of a tile."""
         self.lazy_calls = 0
@@ -102,7 +104,15 @@ class LazyHead:
         self._alive.add(rows)
         self.lazy_calls += 1
         wanted = tuple(tensor.requires_grad for tensor in (flat_NH, *parameters)) if torch.is_grad_enabled() else None
-        source = Source(head, forward, parameters, wanted, self.rows, autocast_states(), self._warn)
+        numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
+        places = [
+            (module._parameters, name, numbers[id(parameter)])
+            for module in head.modules()
+            for name, parameter in module._parameters.items()
+            if parameter is not None
+        ]
+        before = None if self._state is None else self._state.before()
+        source = Source(forward, places, before, wanted, self.rows, autocast_states(), self._warn)
         with torch.no_grad():
             none = forward(rows.hidden_NH[:0])
         index = torch.arange(len(flat_NH), device=hidden.device).view(hidden.shape[:-1])

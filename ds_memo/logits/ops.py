@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -95,7 +96,7 @@ def elementwise(func: Any, name: str, *args: Any, **kwargs: Any) -> Any:
         chosen={},
         bases=content.bases if in_place else (),
     )
-    return _change(args[0], new) if in_place else derive(base, new)
+    return _change(args[0], base, new) if in_place else derive(base, new)
 
 
 def _value_of(expression: Callable[[Tile], torch.Tensor], detached: bool) -> Callable[[Tile], torch.Tensor]:
@@ -118,12 +119,15 @@ def _sample(content: Content, kin: list[LazyLogits], expression: Callable[[Tile]
         return expression(Tile(none, slice(0, 0), known))
 
 
-def _change(target: LazyLogits, new: Content) -> LazyLogits:
+def _change(target: LazyLogits, base: LazyLogits, new: Content) -> LazyLogits:
     """Change logits in place. Terms are relative to the head, so another expression needs no other node."""
+    silent = target.requires_grad and not torch.is_grad_enabled()  # a change that autograd would not see
+    if silent or (base.requires_grad and not target.requires_grad):
+        raise MemoError("lazy logits were changed in place against their graph: without gradients, or detached. Clone them first")
     if target.content.views or new.dtype != target.content.dtype:
         raise MemoError("lazy logits were changed in place after rows were chosen from them. Clone them first")
-    for base in target.content.bases:
-        base.stale = True
+    for chosen_from in target.content.bases:
+        chosen_from.stale = True
     target.content = new
     return target
 
@@ -140,7 +144,7 @@ def put(func: Any, name: str, logits: LazyLogits, key: Any, value: Any) -> Any:
         values[:, key[-1]] = value
         return values
 
-    _change(logits, elementwise(filled, name, logits).content)
+    _change(logits, logits, elementwise(filled, name, logits).content)
 
 
 def softmaxes(func: Any, name: str, logits: LazyLogits, dim: int | None = None, *rest: Any, dtype: Any = None, **_: Any) -> Any:
@@ -180,8 +184,9 @@ def on_rows(func: Any, name: str, logits: LazyLogits, *args: Any, **kwargs: Any)
     if content.moved:
         return NotImplemented
     if name in ("view", "reshape"):
-        shape = args[0] if args and isinstance(args[0], (tuple, list)) else args or kwargs["shape"]
-        if isinstance(shape, torch.dtype) or shape[-1] not in (content.vocabulary, -1):
+        shape = args[0] if args and isinstance(args[0], (tuple, list)) else args or kwargs.get("shape", ())
+        inferred = shape and shape[-1] == -1 and math.prod(shape[:-1]) == content.rows
+        if not shape or isinstance(shape[0], torch.dtype) or not (inferred or shape[-1] == content.vocabulary):
             return NotImplemented
         return _choose(logits, lambda each: each.reshape(shape[:-1]))
     if name == "flatten":
@@ -189,6 +194,8 @@ def on_rows(func: Any, name: str, logits: LazyLogits, *args: Any, **kwargs: Any)
         if end % dims == dims - 1:
             return NotImplemented
         return _choose(logits, lambda each: each.flatten(start % dims, end % dims))
+    if name == "squeeze" and not (args or kwargs):
+        return _choose(logits, torch.squeeze) if content.vocabulary > 1 else NotImplemented
     where = 1 if name in ("split", "chunk") else 0
     dim = kwargs.pop("dim", args[where] if len(args) > where else 0)
     size = dims + 1 if name == "unsqueeze" else dims
@@ -343,8 +350,13 @@ def over_vocabulary(func: Any, name: str, logits: LazyLogits, *args: Any, **kwar
     if not _is_vocabulary(logits, dim):
         return NotImplemented
 
+    if len(rest) >= at and rest:
+        rest.insert(at, -1)
+    else:
+        kwargs["dim"] = -1
+
     def reduced(values: torch.Tensor) -> Any:
-        found = call(values, *rest, dim=-1, **kwargs)
+        found = call(values, *rest, **kwargs)
         return tuple(found) if isinstance(found, tuple) else found
 
     found = by_row(logits, reduced)
