@@ -19,34 +19,10 @@ from ds_memo.logits.content import Content, PerRow, Rows, autocast_as, autocast_
 from ds_memo.logits.nodes import Derive, OutputHead, Reduce, identity
 from ds_memo.units import GIB
 
-_NATIVE = frozenset(
-    [
-        "size",
-        "dim",
-        "ndimension",
-        "numel",
-        "nelement",
-        "stride",
-        "storage_offset",
-        "element_size",
-        "get_device",
-        "dim_order",
-        "is_floating_point",
-        "is_complex",
-        "is_signed",
-        "is_inference",
-        "is_shared",
-        "is_same_size",
-        "is_contiguous",
-        "has_names",
-        "__len__",
-        "__hash__",
-        "__format__",
-        "register_hook",
-        "retain_grad",
-        "requires_grad_",
-        "backward",
-    ]
+_NATIVE = (
+    *("size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "element_size", "get_device", "dim_order"),
+    *("is_floating_point", "is_complex", "is_signed", "is_inference", "is_shared", "is_same_size", "is_contiguous", "has_names"),
+    *("__len__", "__hash__", "__format__", "register_hook", "retain_grad", "requires_grad_", "backward"),
 )
 """Methods that ask for no value."""
 _VALUES = ("T", "mT", "H", "mH", "real", "imag")
