@@ -98,8 +98,11 @@ class LazyHead:
         parameters = list(head.parameters())
         if self._splits is None:
             self._look(forward, flat_NH, parameters)
-        if len(flat_NH) <= self.rows or not self._splits or _draws(head):
+        if not self._splits:
+            return self._whole(forward(hidden))
+        if len(flat_NH) <= self.rows or _draws(head):
             return forward(hidden)
+        by_row = forward if type(head) is nn.Linear else lambda hidden_TH: forward(hidden_TH[None])[0]  # others may want a batch
         rows = Rows(flat_NH.detach(), parameters)
         self._alive.add(rows)
         self.lazy_calls += 1
@@ -112,9 +115,9 @@ class LazyHead:
             if parameter is not None
         ]
         before = None if self._state is None else self._state.before()
-        source = Source(forward, places, before, wanted, self.rows, autocast_states(), self._warn)
+        source = Source(by_row, places, before, wanted, self.rows, autocast_states(), self._warn)
         with torch.no_grad():
-            none = forward(rows.hidden_NH[:0])
+            none = by_row(rows.hidden_NH[:0])
         index = torch.arange(len(flat_NH), device=hidden.device).view(hidden.shape[:-1])
         content = Content(source, as_they_are, (index,), (), none.shape[-1], none.dtype, none.device)
         return call_head(content, rows, parameters, flat_NH)
@@ -127,21 +130,28 @@ class LazyHead:
     def _look(self, forward: Callable[..., Any], flat_NH: torch.Tensor, parameters: list[nn.Parameter]) -> None:
         """Look at the head in its first call, when ZeRO-3 has gathered it."""
         head = self.module()
-        with torch.no_grad():
-            vocabulary = forward(flat_NH[:1].detach()).shape[-1]
-        self.rows = self.rows or tile_rows(vocabulary, self._device_bytes)
-        distributed = any(hasattr(parameter, "device_mesh") for parameter in parameters)
+        distributed = any(hasattr(parameter, "device_mesh") for parameter in parameters)  # a DTensor
+        distributed |= any(getattr(module, "mp_group", None) is not None for module in head.modules())  # DeepSpeed's AutoTP
         plain = not distributed and all(parameter.is_floating_point() for parameter in parameters)
         self._splits = plain and (type(head) is nn.Linear or is_by_token(forward, flat_NH[None]))
         if not self._splits:
-            self._warn(
-                f"the output head ({type(head).__name__}) makes its logits whole: its weights are distributed or quantised, or "
-                "it mixes rows. Long sequences need the memory for that"
-            )
             return
+        with torch.no_grad():
+            vocabulary = forward(flat_NH[None, :1].detach()).shape[-1]
+        self.rows = self.rows or tile_rows(vocabulary, self._device_bytes)
         tile = self.rows * vocabulary * BYTES_PER_LOGIT
         sums = sum(parameter.numel() * (4 + 2 * parameter.element_size()) for parameter in parameters)  # float32, rounded, weight
         self.bytes = HeadBytes(self.rows, tile + sums, 2 * flat_NH.shape[-1] * flat_NH.element_size() + _BYTES_PER_ROW)
+
+    def _whole(self, logits: torch.Tensor) -> torch.Tensor:
+        """Warn where logits are larger than a tile and cannot be lazy."""
+        if logits.numel() * BYTES_PER_LOGIT > TILE_BYTES:
+            gib = logits.numel() * logits.element_size() / GIB
+            self._warn(
+                f"the output head ({type(self.module()).__name__}) makes its logits whole, {gib:.3g} GiB and several copies: its "
+                "weights are distributed or quantised, or it mixes rows"
+            )
+        return logits
 
 
 def _draws(head: nn.Module) -> bool:
