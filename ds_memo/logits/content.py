@@ -18,9 +18,8 @@ from ds_memo.errors import MemoError
 from ds_memo.remat.layer_state import Before
 from ds_memo.remat.modes import running_tiles
 from ds_memo.remat.undo import Undoing
+from ds_memo.tiles.around import Autocast, autocast_as
 
-AutocastStates = tuple[tuple[str, bool, torch.dtype], ...]
-"""Of each kind of device: is autocast on, and its dtype."""
 PerRow = Callable[..., Any]
 """fn(values, *arguments of the same rows): a tensor of results by row, or a tuple of them."""
 
@@ -71,7 +70,7 @@ class Source:
     wanted: tuple[bool, ...] | None
     """True for the hidden states, then for each parameter, that needs a gradient. None: the call made no graph."""
     tile_rows: int
-    autocast: AutocastStates
+    autocast: Autocast
     warn: Callable[[str], None]
 
     @contextmanager
@@ -206,25 +205,3 @@ def results(content: Content, rows: Rows, fn: PerRow, arguments: tuple, device: 
 
 def as_tuple(found: Any) -> tuple[torch.Tensor, ...]:
     return found if isinstance(found, tuple) else (found,)
-
-
-def autocast_states() -> AutocastStates:
-    return tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda"))
-
-
-@contextmanager
-def autocast_as(states: AutocastStates) -> Iterator[None]:
-    """Have autocast as it was inside the block."""
-    before = autocast_states()
-    if states == before:
-        yield
-        return
-    with Undoing(lambda: _set_autocast(before)):
-        _set_autocast(states)
-        yield
-
-
-def _set_autocast(states: AutocastStates) -> None:
-    for kind, on, dtype in states:
-        torch.set_autocast_enabled(kind, on)
-        torch.set_autocast_dtype(kind, dtype)

@@ -11,10 +11,12 @@ import torch
 from torch import nn
 
 from ds_memo.logits import ops  # noqa: F401  its handlers
-from ds_memo.logits.content import Content, Rows, Source, as_they_are, autocast_states
+from ds_memo.logits.content import Content, Rows, Source, as_they_are
 from ds_memo.logits.tensor import call_head
 from ds_memo.remat.layer_state import LayerState
+from ds_memo.tiles.around import autocast_now
 from ds_memo.tiles.probe import is_by_token
+from ds_memo.tiles.weight_gradients import see_products_of_zero3
 from ds_memo.units import GIB
 
 BYTES_PER_LOGIT = 20
@@ -115,7 +117,7 @@ class LazyHead:
             if parameter is not None
         ]
         before = None if self._state is None else self._state.before()
-        source = Source(by_row, places, before, wanted, self.rows, autocast_states(), self._warn)
+        source = Source(by_row, places, before, wanted, self.rows, autocast_now(), self._warn)
         with torch.no_grad():
             none = by_row(rows.hidden_NH[:0])
         index = torch.arange(len(flat_NH), device=hidden.device).view(hidden.shape[:-1])
@@ -129,6 +131,7 @@ class LazyHead:
 
     def _look(self, forward: Callable[..., Any], flat_NH: torch.Tensor, parameters: list[nn.Parameter]) -> None:
         """Look at the head in its first call, when ZeRO-3 has gathered it."""
+        see_products_of_zero3()
         head = self.module()
         distributed = any(hasattr(parameter, "device_mesh") for parameter in parameters)  # a DTensor
         distributed |= any(getattr(module, "mp_group", None) is not None for module in head.modules())  # DeepSpeed's AutoTP

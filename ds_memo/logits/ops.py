@@ -18,9 +18,10 @@ import torch
 import torch.nn.functional as F
 
 from ds_memo.errors import MemoError
-from ds_memo.logits.content import Content, Other, Tile, autocast_as, autocast_states
+from ds_memo.logits.content import Content, Other, Tile
 from ds_memo.logits.nodes import Sum
 from ds_memo.logits.tensor import LazyLogits, by_row, changed, derive, handlers, under_autocast
+from ds_memo.tiles.around import autocast_as, autocast_now
 
 _CASTS = {"float": torch.float32, "half": torch.float16, "bfloat16": torch.bfloat16, "double": torch.float64}
 _IN_PLACE = ("__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__")
@@ -37,7 +38,7 @@ def elementwise(func: Any, name: str, *args: Any, **kwargs: Any) -> Any:
     """Record a function of each row. Operands are numbers, vectors of the vocabulary, or have as many rows as the logits."""
     own = [value for value in (*args, *kwargs.values()) if isinstance(value, LazyLogits)]
     base = max(own, key=lambda logits: logits.requires_grad)
-    content, states, in_place = base.content, autocast_states(), func.__name__ in _IN_PLACE or _ends_in_place(func.__name__)
+    content, states, in_place = base.content, autocast_now(), func.__name__ in _IN_PLACE or _ends_in_place(func.__name__)
     kin = [logits for logits in own if logits.content.source is content.source and logits.content.maps[0] is content.maps[0]]
     widest = max((logits.content for logits in kin), key=lambda each: len(each.maps))
     if content.moved or any(any(a is not b for a, b in zip(logits.content.maps, widest.maps)) for logits in kin):  # noqa: B905

@@ -15,8 +15,9 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from ds_memo.errors import MemoError
-from ds_memo.logits.content import Content, PerRow, Rows, autocast_as, autocast_states, results
+from ds_memo.logits.content import Content, PerRow, Rows, results
 from ds_memo.logits.nodes import Derive, OutputHead, Reduce, identity
+from ds_memo.tiles.around import autocast_as, autocast_now
 from ds_memo.units import GIB
 
 _NATIVE = (
@@ -128,7 +129,7 @@ def by_row(
 
 def under_autocast(fn: PerRow) -> PerRow:
     """Return `fn` under the autocast of now, whenever it is called."""
-    states = autocast_states()
+    states = autocast_now()
 
     def run(*arguments: Any) -> Any:
         with autocast_as(states):

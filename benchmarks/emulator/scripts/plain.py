@@ -1,4 +1,6 @@
-"""A plain DeepSpeed script that knows nothing of lengths: python -m benchmarks.rehearsal … benchmarks/emulator/scripts/plain.py 65536
+"""A plain DeepSpeed script that knows nothing of lengths.
+
+    python -m benchmarks.rehearsal --ranks 8 --device-gib 80 benchmarks/emulator/scripts/plain.py 65536
 
 Llama-3-8B's width and vocabulary, 8 layers, ZeRO-3, the model's own loss. A second argument is the "memo" section's JSON.
 """
@@ -27,7 +29,7 @@ with deepspeed.zero.Init(config_dict_or_path=config), torch.device("cuda"):
         LlamaConfig(vocab_size=128256, num_hidden_layers=8, max_position_embeddings=length, dtype="bfloat16", **shape)
     )
 engine, *_ = ds_memo.initialize(model=model, model_parameters=model.parameters(), config=config)
-for step in range(4):
+for _ in range(4):
     ids = torch.randint(0, 128256, (1, length), device=engine.device)
     loss = engine(input_ids=ids, labels=ids).loss
     engine.backward(loss)

@@ -1,6 +1,8 @@
-"""A Transformers Trainer that knows nothing of lengths: python -m benchmarks.rehearsal … benchmarks/emulator/scripts/trainer.py 65536
+"""A Transformers Trainer that knows nothing of lengths.
 
-The model of plain.py. A second argument is the "memo" section's JSON, a third more of TrainingArguments, as {"use_liger_kernel": true}.
+    python -m benchmarks.rehearsal --ranks 8 --device-gib 80 benchmarks/emulator/scripts/trainer.py 65536
+
+The model of plain.py. A second argument is the "memo" section's JSON, a third more of TrainingArguments.
 """
 
 import json
