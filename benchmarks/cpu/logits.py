@@ -5,7 +5,7 @@
     at forward   the way of Liger's fused linear cross entropy, in PyTorch's ops: each tile of logits gives its gradients at once
     torch        F.linear_cross_entropy (torch 2.13), chunked
 
-The four take turns. Printed are medians of each, and each over "at forward". On a CUDA device Liger's own kernel comes in addition.
+They take turns. Printed are medians, and each over "at forward". On a CUDA device Liger's own kernel comes in addition.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ def without_values(host_gib: float = HOST_GIB) -> None:
     torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN wants a driver
     recipe.Observed.note_hidden_writes = lambda observed: None
     same_again._differ = lambda *_: False
-    probe._compare = probe._refuse_others = lambda *_: None
+    probe._compare = probe._refuse_others = probe._refuse_hidden_draws = lambda *_: None
     probe.is_by_token = lambda *_: True
     pinned_segments.touch = lambda segment: None
     profile_run.WAKING_S = 0.0
