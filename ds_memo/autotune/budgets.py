@@ -29,39 +29,41 @@ from ds_memo.swap.host_budget import HostBudget
 
 
 class HeadMemory(NamedTuple):
-    """Bytes of head and loss, as passes have shown them, at any number of tokens."""
+    """Bytes of head and loss at any number of tokens, as passes have shown them."""
 
     whole_per_token: float = 0.0
-    """Of passes with whole logits."""
-    lazy_fixed: int = 0
-    """Of lazy logits: a tile, sums of gradients."""
-    lazy_per_token: float = 0.0
-    lazy_from: float = math.inf
-    """Tokens above which logits are lazy."""
+    """Bytes a token where logits are whole."""
+    lazy: HeadBytes | None = None
+    """Lazy logits by the rule, before a pass has shown them. None: there are none."""
+    seen: tuple[int, int] = (0, 0)
+    """Tokens and bytes of the pass with lazy logits that took most."""
 
     def with_seen(self, tokens: int, nbytes: int, lazy: Sequence[HeadBytes]) -> HeadMemory:
         """Return the larger of this and what a pass of one rank took.
 
         Args:
-            lazy: what the rank's lazy heads should take.
+            lazy: what the rank's lazy heads take by the rule.
         """
         found = self
         for head in lazy:
-            found = HeadMemory(
-                self.whole_per_token,
-                max(found.lazy_fixed, head.fixed),
-                max(found.lazy_per_token, head.per_token),
-                min(found.lazy_from, head.rows),
-            )
-        if tokens <= found.lazy_from:
+            least = found.lazy or head
+            found = found._replace(lazy=HeadBytes(min(least.rows, head.rows), *map(max, least[1:], head[1:])))
+        if found.lazy is None or tokens <= found.lazy.rows:
             return found._replace(whole_per_token=max(self.whole_per_token, nbytes / tokens))
-        return found._replace(lazy_per_token=max(found.lazy_per_token, (nbytes - found.lazy_fixed) / tokens))
+        if not found.seen[0] or (nbytes > found.at(tokens) and tokens >= found.seen[0]):
+            return found._replace(seen=(tokens, nbytes))
+        more = max(0, nbytes - found.at(tokens))
+        return found._replace(lazy=found.lazy._replace(fixed=found.lazy.fixed + more), seen=(found.seen[0], found.seen[1] + more))
 
     def at(self, tokens: int) -> int:
-        """Return the bytes at a number of tokens."""
-        if tokens > self.lazy_from:
-            return math.ceil(self.lazy_fixed + self.lazy_per_token * tokens)
-        return math.ceil(self.whole_per_token * tokens)
+        """Return the bytes at a number of tokens: a pass that was seen, and the rule for the difference to it."""
+        if self.lazy is None or tokens <= self.lazy.rows:
+            return math.ceil(self.whole_per_token * tokens)
+        by_rule = self.lazy.fixed + self.lazy.per_token * tokens
+        known, nbytes = self.seen
+        if not known:
+            return by_rule
+        return min(by_rule, nbytes) if tokens < known else nbytes + self.lazy.per_token * (tokens - known)
 
 
 class Budgets:

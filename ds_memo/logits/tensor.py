@@ -77,7 +77,7 @@ class LazyLogits(torch.Tensor):
             return cls(args[0].content, args[0].rows)
 
         def values(logits: LazyLogits) -> torch.Tensor:
-            _warn(logits, name)
+            _made_whole(logits, name)
             return logits.content.shaped(results(logits.content, logits.rows, identity, ())[0])
 
         return _with_values(func, values, args, kwargs or {})
@@ -99,7 +99,7 @@ def whole(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Call a function with the whole logits."""
 
     def values(logits: LazyLogits) -> torch.Tensor:
-        _warn(logits, func.__name__)
+        _made_whole(logits, func.__name__)
         return logits.content.shaped(Reduce.apply(logits, identity, (), None)[0])
 
     return _with_values(func, values, args, kwargs)
@@ -147,7 +147,7 @@ def _with_values(func: Any, values: Callable[[LazyLogits], torch.Tensor], args: 
     return func(*tree_map_only(LazyLogits, values, args), **tree_map_only(LazyLogits, values, kwargs))
 
 
-def _warn(logits: LazyLogits, op: str) -> None:
+def _made_whole(logits: LazyLogits, op: str) -> None:
     gib = logits.numel() * logits.element_size() / GIB
     logits.content.source.warn(
         f"'{op}' needs whole logits, {gib:.3g} GiB of {logits.dtype}, which are made for it. Where that is too much, reduce them "

@@ -87,7 +87,7 @@ def refuse_cache(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
 
 
 def fill_no_cache(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
-    """Have a Hugging Face model's loss without gradients fill no cache, which nobody reads; a forward pre-hook.
+    """Have a Hugging Face model's loss without gradients fill no cache, which is read by no loss; a forward pre-hook.
 
     Such a cache has the keys and values of all layers (Trainer.evaluate), and layers that fill it cannot run in tiles.
     """
