@@ -57,6 +57,21 @@ class Rows:
                 self._versions[index] = 0
 
 
+def unchanged(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Return a function that returns the tensor, and raises MemoError if it was changed in place meanwhile."""
+    version = None if tensor.is_inference() else tensor._version  # inference tensors count no changes
+
+    def get() -> torch.Tensor:
+        if version is not None and tensor._version != version:
+            raise MemoError(
+                f"a tensor of {tuple(tensor.shape)} was changed in place after lazy logits were computed with it, and before "
+                "they were read or their backward ran. Give them a clone"
+            )
+        return tensor
+
+    return get
+
+
 @dataclass(eq=False)
 class Source:
     """One call of an output head."""
@@ -72,10 +87,12 @@ class Source:
     tile_rows: int
     autocast: Autocast
     warn: Callable[[str], None]
+    summed: bool = False
+    """True once a loss has computed its gradients with it. They take a float32 copy of the head: other losses wait."""
 
     @contextmanager
     def with_parameters(self, values: list[torch.Tensor]) -> Iterator[None]:
-        """Have the head compute with these parameters, under the autocast of its call."""
+        """Have the head compute as in its call, with these parameters: the same adapters on or off, training or not."""
         held = [table[name] for table, name, _ in self.places]
 
         def put_back() -> None:
@@ -109,12 +126,18 @@ class Content:
     """True if the vocabulary is dimension 1, as cross_entropy wants it of three or more."""
     chosen: dict[str, tuple[torch.Tensor, ...]] = field(default_factory=dict)
     """Maps of the rows that were chosen from these, by the op's text: the same choice made twice is one."""
-    views: int = 0
-    """Choices of rows made so far: an op in place would have to change them."""
     bases: tuple[Content, ...] = ()
     """Contents that this is a choice of rows of."""
-    stale: bool = False
-    """True once a choice of these rows was changed in place, which these would have to show."""
+    tokens: frozenset[object] = frozenset()
+    """Of changes in place that this shows."""
+    changed: dict[object, torch.Tensor] = field(default_factory=dict)
+    """Rows that were changed in place since, by token: by these logits, an alias, or a choice of rows."""
+
+    @property
+    def stale(self) -> bool:
+        """True if a change in place of the same rows would have to show here, and does not."""
+        unseen = (rows for base in (self, *self.bases) for token, rows in base.changed.items() if token not in self.tokens)
+        return any(bool(torch.isin(self.maps[0], rows).any()) for rows in unseen)
 
     @property
     def leading(self) -> torch.Size:

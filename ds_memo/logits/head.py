@@ -96,13 +96,15 @@ class LazyHead:
         if not isinstance(hidden, torch.Tensor) or hidden.dim() < 2 or _elsewhere(hidden):
             return forward(*args, **kwargs)
         head = self.module()
+        if _draws(head):
+            return self._whole(forward(hidden))
         flat_NH = hidden.reshape(-1, hidden.shape[-1])
         parameters = list(head.parameters())
         if self._splits is None:
             self._look(forward, flat_NH, parameters)
         if not self._splits:
             return self._whole(forward(hidden))
-        if len(flat_NH) <= self.rows or _draws(head):
+        if len(flat_NH) <= self.rows:
             return forward(hidden)
         by_row = forward if type(head) is nn.Linear else lambda hidden_TH: forward(hidden_TH[None])[0]  # others may want a batch
         rows = Rows(flat_NH.detach(), parameters)
@@ -152,7 +154,7 @@ class LazyHead:
             gib = logits.numel() * logits.element_size() / GIB
             self._warn(
                 f"the output head ({type(self.module()).__name__}) makes its logits whole, {gib:.3g} GiB and several copies: its "
-                "weights are distributed or quantised, or it mixes rows"
+                "weights are distributed or quantised, it mixes rows, or it has dropout"
             )
         return logits
 

@@ -18,7 +18,7 @@ import torch
 from torch.autograd import Function
 
 from ds_memo.errors import MemoError
-from ds_memo.logits.content import Content, PerRow, Source, Tile, as_they_are, as_tuple, results
+from ds_memo.logits.content import Content, PerRow, Source, Tile, as_they_are, as_tuple, results, unchanged
 from ds_memo.tiles.weight_gradients import GradientSums
 
 NO_WHOLE_GRADIENT = (
@@ -214,7 +214,7 @@ class Reduce(Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Any, fn: PerRow, arguments: tuple, device: torch.device | None) -> tuple[torch.Tensor, ...]:
-        ctx.content, ctx.fn, ctx.arguments = logits.content, fn, arguments
+        ctx.content, ctx.fn, ctx.arguments = logits.content, fn, [unchanged(argument) for argument in arguments]
         ctx.set_materialize_grads(False)
         found = results(logits.content, logits.rows, fn, arguments, device)
         ctx.mark_non_differentiable(*(part for part in found if not part.is_floating_point()))
@@ -223,7 +223,8 @@ class Reduce(Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         there = tuple(None if gradient is None else gradient.to(ctx.content.device) for gradient in gradients)
-        return LazyGradient(ctx.content, [Term(ctx.content, ctx.fn, ctx.arguments, there)]), None, None, None
+        arguments = tuple(get() for get in ctx.arguments)
+        return LazyGradient(ctx.content, [Term(ctx.content, ctx.fn, arguments, there)]), None, None, None
 
 
 class Sum(Function):

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from ds_memo.errors import MemoError
-from ds_memo.logits.content import Content, Other, Tile
+from ds_memo.logits.content import Content, Other, Tile, unchanged
 from ds_memo.logits.nodes import Sum
 from ds_memo.logits.tensor import LazyLogits, by_row, changed, derive, handlers, under_autocast
 from ds_memo.tiles.around import autocast_as, autocast_now
@@ -64,14 +64,15 @@ def elementwise(func: Any, name: str, *args: Any, **kwargs: Any) -> Any:
         if value.requires_grad and torch.is_grad_enabled():
             raise _Unknown
         value = value.detach()
+        get = unchanged(value)
         if value.dim() == 0:
-            return lambda tile: value
+            return lambda tile: get()
         if value.shape[-1] not in (1, content.vocabulary) or value.dim() > len(content.leading) + 1:
             raise _Unknown
         if all(size == 1 for size in value.shape[:-1]):
-            vector = value.reshape(-1)
-            return lambda tile: vector
-        return by_rows(value.expand(*content.leading, value.shape[-1]).reshape(-1, value.shape[-1]))
+            return lambda tile: get().reshape(-1)
+        rows = by_rows(value.expand(*content.leading, value.shape[-1]).reshape(-1, value.shape[-1]))
+        return lambda tile: get() is value and rows(tile)
 
     try:
         positional, named = [prepared(value) for value in args], {key: prepared(value) for key, value in kwargs.items()}
@@ -93,9 +94,9 @@ def elementwise(func: Any, name: str, *args: Any, **kwargs: Any) -> Any:
         operands=tuple(operands),
         dtype=sample.dtype,
         vocabulary=sample.shape[-1],
-        views=0,
         chosen={},
         bases=content.bases if in_place else (),
+        changed={},
     )
     return _change(args[0], base, new) if in_place else derive(base, new)
 
@@ -125,27 +126,41 @@ def _change(target: LazyLogits, base: LazyLogits, new: Content) -> LazyLogits:
     silent = target.requires_grad and not torch.is_grad_enabled()  # a change that autograd would not see
     if silent or (base.requires_grad and not target.requires_grad):
         raise MemoError("lazy logits were changed in place against their graph: without gradients, or detached. Clone them first")
-    if target.content.views or new.dtype != target.content.dtype:
-        raise MemoError("lazy logits were changed in place after rows were chosen from them. Clone them first")
-    for chosen_from in target.content.bases:
-        chosen_from.stale = True
-    target.content = new
+    old, token = target.content, object()
+    if new.dtype != old.dtype:
+        raise MemoError(f"lazy logits of {old.dtype} were changed in place to {new.dtype}, which takes another tensor")
+    for rows_of in (old, *old.bases):
+        rows_of.changed[token] = old.maps[0]
+    target.content = replace(new, tokens=old.tokens | {token})
     return target
 
 
 def put(func: Any, name: str, logits: LazyLogits, key: Any, value: Any) -> Any:
-    """Change entries of the vocabulary in all rows."""
-    key = key if isinstance(key, tuple) else (key,)
-    of_rows = any(part is not Ellipsis and part != slice(None) for part in key[:-1])
-    if of_rows or (torch.is_tensor(value) and value.numel() > 1):
+    """Change entries of the vocabulary in all rows, or those that a mask names."""
+    whole_key, new = _whole_key(logits, key), NotImplemented
+    if not torch.is_tensor(value) or (value.numel() == 1 and not value.requires_grad):
+        if torch.is_tensor(key) and key.dtype == torch.bool and key.shape == logits.shape:
+            new = elementwise(torch.masked_fill, name, logits, key, value)
+        elif all(isinstance(part, slice) and part == slice(None) for part in whole_key[:-1]):
+
+            def filled(values: torch.Tensor) -> torch.Tensor:
+                values = values.clone()
+                values[:, whole_key[-1]] = value
+                return values
+
+            new = elementwise(filled, name, logits)
+    if new is NotImplemented:
         raise MemoError("some rows of lazy logits were set in place, which they do not follow. Use torch.where or masked_fill")
+    _change(logits, logits, new.content)
 
-    def filled(values: torch.Tensor) -> torch.Tensor:
-        values = values.clone()
-        values[:, key[-1]] = value
-        return values
 
-    _change(logits, logits, elementwise(filled, name, logits).content)
+def _whole_key(logits: LazyLogits, key: Any) -> list[Any]:
+    """Return an index of each dimension; that of the vocabulary is the last."""
+    key = list(key) if isinstance(key, tuple) else [key]
+    used = sum(k.dim() if torch.is_tensor(k) and k.dtype == torch.bool else k is not None for k in key if k is not Ellipsis)
+    spot = next((i for i, k in enumerate(key) if k is Ellipsis), len(key))
+    key[spot : spot + 1] = [slice(None)] * (logits.dim() - used)
+    return key
 
 
 def softmaxes(func: Any, name: str, logits: LazyLogits, dim: int | None = None, *rest: Any, dtype: Any = None, **_: Any) -> Any:
@@ -210,10 +225,7 @@ def chosen(func: Any, name: str, logits: LazyLogits, key: Any) -> Any:
     """Return logits[key]: rows, and a slice of the vocabulary at most."""
     if logits.content.moved:
         return NotImplemented
-    key = list(key) if isinstance(key, tuple) else [key]
-    used = sum(k.dim() if torch.is_tensor(k) and k.dtype == torch.bool else k is not None for k in key if k is not Ellipsis)
-    spot = next((i for i, k in enumerate(key) if k is Ellipsis), len(key))
-    key[spot : spot + 1] = [slice(None)] * (logits.dim() - used)
+    key = _whole_key(logits, key)
     of_vocabulary = key.pop()
     if not isinstance(of_vocabulary, slice):
         return NotImplemented
@@ -236,7 +248,6 @@ def _choose(logits: LazyLogits, choice: Callable[[torch.Tensor], Any], text: str
         text: of the choice: the same text gives the same maps, so that their terms take one loop. None: not known.
     """
     content = logits.content
-    content.views += 1
     bases = (*content.bases, content)
     if text in content.chosen:
         return changed(logits, maps=content.chosen[text], bases=bases)
@@ -298,9 +309,11 @@ def cross_entropy(
 
 
 def total_of(logits: LazyLogits, fn: Callable[..., torch.Tensor], *arguments: torch.Tensor) -> torch.Tensor:
-    """Return the sum of one number by row; where it is trained, its gradients are computed with it."""
+    """Return the sum of one number by row; where it is trained, and the first of its call, its gradients are computed with it."""
+    source = logits.content.source
     half = torch.float16 in (logits.content.dtype, logits.rows.hidden_NH.dtype)  # a gradient needs the loss scale to be held
-    if logits.requires_grad and torch.is_grad_enabled() and logits.content.source.wanted and not half:
+    if logits.requires_grad and torch.is_grad_enabled() and source.wanted and not (half or source.summed):
+        source.summed = True
         return Sum.apply(logits, under_autocast(fn), arguments)
     return by_row(logits, fn, *arguments)[0].sum()
 

@@ -28,6 +28,7 @@ _NATIVE = (
 """Methods that ask for no value."""
 _VALUES = ("T", "mT", "H", "mH", "real", "imag")
 """Properties that are tensors of values."""
+STALE = "lazy logits were changed in place through other logits with the same rows, which they do not follow. Clone them first"
 Handler = Callable[..., Any]
 handlers: dict[str, Handler] = {}
 """By a function's name: ``handler(func, name, *args, **kwargs)``; NotImplemented: not this use of it. ops.py fills it."""
@@ -61,10 +62,13 @@ class LazyLogits(torch.Tensor):
                 f"{name}() of lazy logits, which have no memory: a kernel of its own reads them. Give it logits.clone().float() "
                 '… of few rows, or set memo.kernels.cross_entropy to "whole"'
             )
-        if any(isinstance(value, LazyLogits) and value.content.stale for value in args):
+        if torch._C._functorch.peek_interpreter_stack() is not None:
             raise MemoError(
-                "rows chosen from these logits were changed in place, which lazy logits do not follow. Clone them first"
+                f"{name}() of lazy logits under a transform of torch.func (vmap, grad, jvp), which does not know them. Set "
+                'memo.kernels.cross_entropy to "whole"'
             )
+        if any(isinstance(value, LazyLogits) and value.content.stale for value in args):
+            raise MemoError(STALE)
         handler = handlers.get(name) or handlers.get(name.strip("_"))
         if handler is not None and (found := handler(func, name.strip("_"), *args, **kwargs)) is not NotImplemented:
             return found
@@ -77,7 +81,7 @@ class LazyLogits(torch.Tensor):
             return cls(args[0].content, args[0].rows)
 
         def values(logits: LazyLogits) -> torch.Tensor:
-            _made_whole(logits, name)
+            _before_whole(logits, name)
             return logits.content.shaped(results(logits.content, logits.rows, identity, ())[0])
 
         return _with_values(func, values, args, kwargs or {})
@@ -99,7 +103,7 @@ def whole(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Call a function with the whole logits."""
 
     def values(logits: LazyLogits) -> torch.Tensor:
-        _made_whole(logits, func.__name__)
+        _before_whole(logits, func.__name__)
         return logits.content.shaped(Reduce.apply(logits, identity, (), None)[0])
 
     return _with_values(func, values, args, kwargs)
@@ -116,7 +120,7 @@ def derive(logits: LazyLogits, content: Content) -> LazyLogits:
 
 
 def changed(logits: LazyLogits, **changes: Any) -> LazyLogits:
-    return derive(logits, replace(logits.content, **{"views": 0, "chosen": {}, **changes}))
+    return derive(logits, replace(logits.content, **{"chosen": {}, "changed": {}, **changes}))
 
 
 def by_row(
@@ -147,7 +151,9 @@ def _with_values(func: Any, values: Callable[[LazyLogits], torch.Tensor], args: 
     return func(*tree_map_only(LazyLogits, values, args), **tree_map_only(LazyLogits, values, kwargs))
 
 
-def _made_whole(logits: LazyLogits, op: str) -> None:
+def _before_whole(logits: LazyLogits, op: str) -> None:
+    if logits.content.stale:
+        raise MemoError(STALE)
     gib = logits.numel() * logits.element_size() / GIB
     logits.content.source.warn(
         f"'{op}' needs whole logits, {gib:.3g} GiB of {logits.dtype}, which are made for it. Where that is too much, reduce them "

@@ -122,7 +122,7 @@ def see_products_of_zero3() -> None:
 
 def graph_of(outputs: Sequence[torch.Tensor]) -> Iterator[tuple[Node, tuple[tuple[Node | None, int], ...]]]:
     """Yield each node of the graph that made these tensors, and its `next_functions`."""
-    todo = [output.grad_fn for output in outputs if output.grad_fn is not None]
+    todo = list({output.grad_fn for output in outputs if output.grad_fn is not None})  # two outputs may be of one node
     seen = set(todo)
     while todo:
         node = todo.pop()

@@ -1,0 +1,243 @@
+"""Bad use of lazy logits: exact, or one clear error."""
+
+from __future__ import annotations
+
+import copy
+import io
+import itertools
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ds_memo import MemoError
+from tests.logits.rig import BATCH, EXACT, HIDDEN, IDS, LENGTH, VOCAB, attached, causal, compare, lazy_calls, logits_of
+from tests.tiles.rig import strict
+
+
+def total(logits: torch.Tensor) -> torch.Tensor:
+    return logits.logsumexp(-1).sum()
+
+
+def changed_and_read(change: str, read: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    def use(logits: torch.Tensor) -> torch.Tensor:
+        aliases = {"all": logits, "detached": logits.detach(), "rows": logits[:, 1:], "others": logits[:, :-1]}
+        aliases[change].mul_(2)
+        return total(aliases[read])
+
+    return use
+
+
+def rows_set(logits: torch.Tensor) -> torch.Tensor:
+    logits[:, 3] = 0.0
+    return total(logits)
+
+
+def rows_masked(logits: torch.Tensor) -> torch.Tensor:
+    logits[IDS > 50] = 0.0
+    return total(logits)
+
+
+def address(logits: torch.Tensor) -> int:
+    return logits.data_ptr()
+
+
+def storage(logits: torch.Tensor) -> Any:
+    return logits.untyped_storage()
+
+
+def clamped_gradient(logits: torch.Tensor) -> None:
+    logits.register_hook(lambda gradient: gradient.clamp(-1, 1))
+    total(logits).backward()
+
+
+REFUSED: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
+    **{
+        f"{change} changed, {read} read": (changed_and_read(change, read), "changed in place through other logits")
+        for change, read in itertools.permutations(("all", "detached", "rows", "others"), 2)
+    },
+    "rows set": (rows_set, "some rows of lazy logits were set in place"),
+    "rows set by a mask": (rows_masked, "some rows of lazy logits were set in place"),
+    "an address": (address, "data_ptr.. of lazy logits, which have no memory"),
+    "a storage": (storage, "untyped_storage.. of lazy logits, which have no memory"),
+    "a hook that clamps": (clamped_gradient, "clamp.* of the gradient of lazy logits, which is never whole"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_one_clear_error(name: str) -> None:
+    use, says = REFUSED[name]
+    model = causal()
+    with attached(model, warns=""), pytest.raises(MemoError, match=says):
+        use(logits_of(model))
+
+
+def test_a_gradient_of_a_gradient_is_refused() -> None:
+    model = causal()
+    with attached(model), pytest.raises(MemoError, match="create_graph=True"):
+        loss = F.cross_entropy(logits_of(model).view(-1, VOCAB), IDS.view(-1))
+        torch.autograd.grad(loss, [model.lm_head.weight], create_graph=True)
+
+
+# ---- under torch.func
+
+
+HIDDEN_STATES = torch.randn(BATCH, LENGTH, HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def of_head(head: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda weight: total(torch.func.functional_call(head, {"weight": weight}, (HIDDEN_STATES,)))
+
+
+HEAD_TRANSFORMS: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {
+    "grad": lambda head, weight: torch.func.grad(of_head(head))(weight),
+    "jvp": lambda head, weight: torch.func.jvp(of_head(head), (weight,), (weight,))[1],
+    "vmap": lambda head, weight: torch.func.vmap(lambda rows: head(rows).logsumexp(-1))(HIDDEN_STATES),
+}
+
+
+@pytest.mark.parametrize("name", HEAD_TRANSFORMS)
+def test_a_head_called_under_a_transform_is_stock(name: str) -> None:
+    head = causal().requires_grad_(False).lm_head
+    want = HEAD_TRANSFORMS[name](head, head.weight.detach())
+    model = causal().requires_grad_(False)
+    with attached(model) as handle:
+        torch.testing.assert_close(HEAD_TRANSFORMS[name](model.lm_head, head.weight.detach()), want, rtol=EXACT, atol=0)
+        assert lazy_calls(handle) == 0
+
+
+TRANSFORMS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "vmap": lambda y: torch.func.vmap(lambda rows: rows.logsumexp(-1))(y),
+    "vmap beside": lambda y: torch.func.vmap(lambda shift: (y + shift).logsumexp(-1))(torch.ones(2, dtype=y.dtype)),
+    "grad": lambda y: torch.func.grad(total)(y),
+    "jvp": lambda y: torch.func.jvp(total, (y,), (torch.ones_like(y),))[1],
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_lazy_logits_given_to_a_transform(name: str) -> None:
+    """Exact, or an error that says what to do."""
+    model = causal().requires_grad_(False)
+    want = TRANSFORMS[name](logits_of(model))
+    with attached(model, warns=""):
+        try:
+            got = TRANSFORMS[name](logits_of(model))
+        except MemoError as error:
+            assert "torch.func" in str(error)
+        else:
+            torch.testing.assert_close(torch.as_tensor(got), want, rtol=EXACT, atol=1e-15)
+
+
+# ---- kept
+
+
+def saved(logits: torch.Tensor) -> torch.Tensor:
+    file = io.BytesIO()
+    torch.save(logits, file)
+    file.seek(0)
+    return torch.load(file)
+
+
+COPIES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "pickle": lambda y: pickle.loads(pickle.dumps(y)),
+    "deepcopy": copy.deepcopy,
+    "torch.save": saved,
+}
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_copies_are_values(name: str) -> None:
+    model = causal()
+    want = logits_of(model).detach()
+    with attached(model, warns=""):
+        got = COPIES[name](logits_of(model).detach())
+    torch.testing.assert_close(got + 0, want, rtol=EXACT, atol=1e-13)
+
+
+def test_logits_read_after_a_step_are_of_the_weights_before() -> None:
+    model = causal()
+    want = logits_of(model).detach().logsumexp(-1)
+    with attached(model):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        logits = logits_of(model)
+        F.cross_entropy(logits.view(-1, VOCAB), IDS.view(-1)).backward()
+        optimizer.step()
+        torch.testing.assert_close(logits.detach().logsumexp(-1), want, rtol=EXACT, atol=0)
+        assert not torch.equal(logits_of(model).logsumexp(-1), want)
+
+
+def test_logits_read_after_weights_were_changed_by_hand() -> None:
+    model = causal()
+    with attached(model), strict():
+        logits = logits_of(model)
+        with torch.no_grad():
+            model.lm_head.weight.mul_(2)
+        with pytest.raises(MemoError, match="after the output head's weights were changed in place"):
+            total(logits)
+
+
+def test_a_backward_after_a_step_is_autograds_error() -> None:
+    model = causal()
+    with attached(model):
+        loss = total(logits_of(model))
+        with torch.no_grad():
+            model.lm_head.weight.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_entries_that_a_mask_names_may_be_set() -> None:
+    """As samplers do: what is not among the likeliest becomes minus infinity."""
+
+    def loss(model: nn.Module) -> torch.Tensor:
+        logits = logits_of(model)
+        logits[logits < logits.topk(20, -1).values[..., -1:].detach()] = -1e9
+        logits[..., 5] = 0.5
+        logits[:, :, 7:9] = torch.tensor(0.25)
+        return total(logits)
+
+    compare(causal(), loss)
+
+
+def test_rows_apart_may_be_changed() -> None:
+    def loss(model: nn.Module) -> torch.Tensor:
+        logits = logits_of(model)
+        first, second = logits[:1], logits[1:]
+        first.mul_(2).add_(1)
+        second /= 3
+        return total(first) + total(second[:, 1:])
+
+    compare(causal(), loss)
+
+
+OPERANDS: dict[str, tuple[torch.Tensor, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]] = {
+    "a number": (torch.tensor(0.7, dtype=torch.float64), lambda y, x: total(y / x)),
+    "a vector": (torch.ones(VOCAB, dtype=torch.float64), lambda y, x: total(y + x)),
+    "a mask": (IDS[..., None] > 50, lambda y, x: total(y.masked_fill(x, 1.0))),
+    "targets": (IDS.clone(), lambda y, x: F.cross_entropy(y.view(-1, VOCAB), x.view(-1), reduction="none").sum()),
+}
+
+
+@pytest.mark.parametrize("name", OPERANDS)
+def test_an_operand_that_changes_before_the_backward(name: str) -> None:
+    operand, loss = OPERANDS[name]
+    operand = operand.clone()
+    model = causal()
+    with attached(model), pytest.raises(MemoError, match="was changed in place after lazy logits were computed with it"):
+        value = loss(logits_of(model), operand)
+        operand.logical_not_() if operand.dtype == torch.bool else operand.add_(1)
+        value.backward()
+
+
+def test_a_clone_may_be_changed() -> None:
+    def loss(model: nn.Module) -> torch.Tensor:
+        logits = logits_of(model)
+        other = logits[:, 1:].clone()
+        other.mul_(0.5)
+        return total(other) + total(logits)
+
+    compare(causal(), loss)
