@@ -129,7 +129,7 @@ class Content:
     bases: tuple[Content, ...] = ()
     """Contents that this is a choice of rows of."""
     tokens: frozenset[object] = frozenset()
-    """Of changes in place that this shows."""
+    """Changes in place that this shows."""
     changed: dict[object, torch.Tensor] = field(default_factory=dict)
     """Rows that were changed in place since, by token: by these logits, an alias, or a choice of rows."""
 

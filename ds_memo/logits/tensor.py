@@ -49,6 +49,9 @@ class LazyLogits(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs, name = kwargs or {}, func.__name__
+        if not args and "input" in kwargs:
+            kwargs = kwargs.copy()
+            args = (kwargs.pop("input"),)
         if name in ("__get__", "__set__"):
             name = func.__self__.__name__
             if name == "data":
@@ -128,7 +131,7 @@ def by_row(
 ) -> tuple[torch.Tensor, ...]:
     """Return ``fn(values, *arguments)`` of each row, in the leading dimensions of the logits."""
     found = Reduce.apply(logits, under_autocast(fn), arguments, device)
-    return tuple(part.reshape(*logits.content.leading, *part.shape[1:]) for part in found)
+    return tuple(part.reshape((*logits.content.leading, *part.shape[1:])) for part in found)
 
 
 def under_autocast(fn: PerRow) -> PerRow:

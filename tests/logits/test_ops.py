@@ -71,6 +71,32 @@ def in_parts(logits: torch.Tensor) -> torch.Tensor:
     return sum(part.logsumexp(-1).sum() for part in parts)
 
 
+def indexed(logits: torch.Tensor) -> torch.Tensor:
+    keys = (
+        None,
+        [1, 0, 0],
+        torch.tensor([True, False]),
+        1,
+        (-1, -1),
+        (slice(None), slice(1, -1, 3)),
+        (..., None, slice(5), slice(90)),
+    )
+    ends = torch.arange(BATCH), torch.tensor([7, 290])
+    return (
+        sum(logits[key].logsumexp(-1).sum() for key in (*keys, ends))
+        + logits.index_select(1, torch.tensor([3, 3])).amax(-1).sum()
+    )
+
+
+def by_name(logits: torch.Tensor) -> torch.Tensor:
+    total = torch.sum(input=logits, dim=-1).pow(2).sum() + torch.logsumexp(input=logits, dim=-1).sum()
+    return total + F.cross_entropy(input=flat(logits), target=IDS.view(-1)) + logits.gather(index=IDS[..., None], dim=2).sum()
+
+
+def itself(logits: torch.Tensor) -> torch.Tensor:
+    return (logits * logits).sum() + ((1 - logits.sigmoid()) / (1 + logits.abs())).sum() + (2 ** logits.tanh()).sum()
+
+
 def grpo(logits: torch.Tensor) -> torch.Tensor:
     logits = logits[:, :-1, :][:, -280:, :] / 0.9
     old = selective(logits.detach(), IDS[:, -280:])
@@ -147,11 +173,11 @@ OPS: dict[str, Of] = {
         fn.__name__: fn
         for fn in (
             softmax_entropy, in_place, in_parts, grpo, top_k, dpo, kto, z_loss, reductions, smoothed, detached_factor,
-            by_row_temperature,
+            by_row_temperature, indexed, by_name, itself,
         )
     },
 }  # fmt: skip
-DAILY = ["script's shift", "none", "class weights", "transpose", "in_place", "in_parts", "grpo", "top_k", "detached_factor"]
+DAILY = ["script's shift", "none", "class weights", "transpose", "in_place", "in_parts", "grpo", "top_k", "indexed"]
 
 
 @pytest.mark.parametrize("name", everyday(OPS, DAILY))
