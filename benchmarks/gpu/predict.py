@@ -14,10 +14,9 @@ import torch
 
 from benchmarks.rivals import PLANNED, RIVALS, Budget
 from benchmarks.timing import Trainer, does_not_fit, placements
-from benchmarks.workloads import Shape, tokens_of
+from benchmarks.workloads import Shape
 from ds_memo.estimate import model
 from ds_memo.estimate.hardware import named
-from ds_memo.estimate.methods import LOGIT_BYTES, TILE_TOKENS
 from ds_memo.profile.json_file import to_json
 from ds_memo.solve.headroom import HEADROOM
 from ds_memo.units import GIB
@@ -85,9 +84,8 @@ def predict(trainer: Trainer, shape: Shape, length: int, budget: Budget, folder:
     ranks = str(shape.ranks)  # the layers' times are those of one rank of so many, measured
     words = ["--model", str(config_file), "--hardware", hardware, "--gpus", ranks, "--sp", ranks, "--zero", "0"]
     words += ["--seq-length", str(length), "--host-memory-gib", f"{shape.ranks * budget.host_bytes / GIB:.9f}"]
-    # The solver's budget for layers, plus what the estimator subtracts for logits, states and headroom.
-    counted, rows = model.load(str(config_file)), tokens_of(shape, length)
-    activations = report["profile"]["device_budget"] + LOGIT_BYTES * counted.vocab * min(rows, TILE_TOKENS)
+    # The solver's budget for layers, plus what the estimator subtracts for states and headroom.
+    counted, activations = model.load(str(config_file)), report["profile"]["device_budget"]
     words += ["--device-memory-gib", f"{(STATE_BYTES * counted.parameters + activations / (1 - HEADROOM)) / GIB:.9f}"]
     words += ["--profile", str(profile_file), "--json"]
     command = [sys.executable, "-m", "ds_memo.cli", "estimate", *words]

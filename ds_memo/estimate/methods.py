@@ -13,6 +13,7 @@ from typing import Any
 from ds_memo.estimate.costs import Costs
 from ds_memo.estimate.layout import LEAST_ZERO
 from ds_memo.estimate.question import DAY_S, OK, OOHM, OOM, Estimate, Question
+from ds_memo.logits.head_bytes import head_bytes, tile_rows
 from ds_memo.placement import ON_DEVICE, PlacementKind, Tiles
 from ds_memo.planned_alloc import UNPLANNED_OVERHEAD
 from ds_memo.solve.headroom import HEADROOM, shortest
@@ -25,8 +26,6 @@ from ds_memo.units import GIB
 
 TILED_TOKENS = 4096
 """Tokens of a tile where none are asked for, as in a run."""
-TILE_TOKENS = 1024
-"""Tokens of a tile of ds_memo's tiled loss (launch/loss.py)."""
 LOGIT_BYTES = 12
 """Per logit: bf16 and fp32 logits and their gradients."""
 CACHE_GROWTH = 12
@@ -96,7 +95,7 @@ def memo(question: Question, costs: Costs) -> Estimate:
         costs.layout,
         OK,
         solution.binding,
-        _by_part(question, costs, _working(costs) | of_layers),
+        _by_part(question, costs, {"gathered parameters": gathered_bytes(costs)} | of_layers),
         solution.host_bytes * question.ranks_on_node,
         alpha=solution.alpha,
         resident_layers=len(solution.calls(PlacementKind.ON_DEVICE)),
@@ -165,7 +164,8 @@ def _run(question: Question, costs: Costs, device_budget: int, tiles: Tiles | No
         h2d_bytes_per_s=costs.h2d,
         host_budget=int(question.host_bytes / ranks),
         device_budget=device_budget,
-        working_bytes=int(sum(_working(costs).values())),
+        working_bytes=int(gathered_bytes(costs)),
+        head_bytes=_head_bytes(question, costs),
         head_s=costs.head_s,
         tiles=tiles,
         nvme=nvme,
@@ -178,7 +178,14 @@ def _refused(question: Question, costs: Costs, runs: Sequence[RunCosts], nothing
     why = str(nothing) if runs[0].device_budget > 0 else _too_large(question, costs)
     least = min(map(_least, runs), key=lambda parts: sum(parts.values()))
     host = nothing.needed * question.ranks_on_node if status == OOHM else 0.0
-    return Estimate(question, costs.layout, status, why, _by_part(question, costs, _working(costs) | least), host)
+    return Estimate(
+        question,
+        costs.layout,
+        status,
+        why,
+        _by_part(question, costs, {"gathered parameters": gathered_bytes(costs)} | least),
+        host,
+    )
 
 
 def _least(run: RunCosts) -> dict[str, float]:
@@ -226,10 +233,14 @@ def gathered_bytes(costs: Costs) -> float:
     return 2 * 2 * costs.model.layer_parameters / costs.layout.tp if costs.layout.zero == 3 else 0.0
 
 
-def _working(costs: Costs) -> dict[str, float]:
-    """Return the bytes of non-layer memory under memo, whose loss is tiled."""
-    logits = min(costs.tokens, TILE_TOKENS) * costs.model.vocab * LOGIT_BYTES
-    return {"gathered parameters": gathered_bytes(costs), "logits of a tile": logits}
+def _head_bytes(question: Question, costs: Costs) -> int:
+    """Return the bytes of head and loss under memo, whose logits are lazy."""
+    model = costs.model
+    rows = tile_rows(model.vocab, question.hardware.device_memory)
+    if costs.tokens <= rows:
+        return int(costs.tokens * model.vocab * LOGIT_BYTES)
+    lazy = head_bytes(rows, model.vocab, model.hidden, model.vocab * model.hidden, itemsize=2)
+    return int(lazy.fixed + lazy.per_token * costs.tokens)
 
 
 def _by_part(question: Question, costs: Costs, working: dict[str, float]) -> dict[str, float]:
@@ -263,6 +274,6 @@ def _timed(answer: Estimate, costs: Costs) -> Estimate:
 def _flushes(answer: Estimate) -> bool:
     """Return True if the caching allocator must flush its cache in every step."""
     parts = answer.device_bytes
-    transient = sum(parts.get(name, 0.0) for name in ("one layer's activations", "transients", "logits", "logits of a tile"))
+    transient = sum(parts.get(name, 0.0) for name in ("transients", "logits"))
     lasting = answer.device_total - transient - parts.get("fragmentation", 0.0)
     return lasting + CACHE_GROWTH * transient > answer.question.hardware.device_memory

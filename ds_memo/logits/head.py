@@ -5,29 +5,20 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
 from ds_memo.logits import ops  # noqa: F401  its handlers
 from ds_memo.logits.content import Content, Rows, Source, as_they_are
+from ds_memo.logits.head_bytes import BYTES_PER_LOGIT, TILE_BYTES, HeadBytes, head_bytes, tile_rows
 from ds_memo.logits.tensor import call_head
 from ds_memo.remat.layer_state import LayerState
 from ds_memo.tiles.around import autocast_now
 from ds_memo.tiles.probe import is_by_token
 from ds_memo.tiles.weight_gradients import see_products_of_zero3
 from ds_memo.units import GIB
-
-BYTES_PER_LOGIT = 20
-"""At the peak of a tile: the head's bfloat16, its cast to float32, log-probabilities, and the gradients of the three."""
-TILE_BYTES = 1 * GIB
-DEVICE_SHARE = 1 / 64
-"""The most of a device that a tile takes, where GEMMs are full with that."""
-_BYTES_PER_ROW = 64
-"""Maps of rows, labels, losses."""
-LEAST_ROWS, MOST_ROWS = 256, 4096
-"""A GEMM is full from about 256 rows on."""
 
 
 def output_heads(model: nn.Module) -> Iterator[nn.Module]:
@@ -44,27 +35,12 @@ def output_heads(model: nn.Module) -> Iterator[nn.Module]:
             yield head
 
 
-def tile_rows(vocabulary: int, device_bytes: int) -> int:
-    """Return the rows of a tile: as many as a share of the device holds."""
-    rows = int(min(TILE_BYTES, device_bytes * DEVICE_SHARE)) // (BYTES_PER_LOGIT * vocabulary) // 128 * 128
-    return min(max(rows, LEAST_ROWS), MOST_ROWS)
-
-
 @functools.cache
 def _keep_dynamo_out() -> None:
     """Have dynamo run the ops on lazy logits as they are: what lies between them it compiles."""
     from torch._dynamo import trace_rules
 
     trace_rules.add("ds_memo.logits")
-
-
-class HeadBytes(NamedTuple):
-    """Device memory of lazy logits and their loss: ``fixed + tokens * per_token`` bytes."""
-
-    rows: int
-    """Tokens up to which logits are whole."""
-    fixed: int
-    per_token: int
 
 
 class LazyHead:
@@ -144,9 +120,8 @@ class LazyHead:
         with torch.no_grad():
             vocabulary = forward(flat_NH[None, :1].detach()).shape[-1]
         self.rows = self.rows or tile_rows(vocabulary, self._device_bytes)
-        tile = self.rows * vocabulary * BYTES_PER_LOGIT
-        sums = sum(parameter.numel() * (4 + 2 * parameter.element_size()) for parameter in parameters)  # float32, rounded, weight
-        self.bytes = HeadBytes(self.rows, tile + sums, 2 * flat_NH.shape[-1] * flat_NH.element_size() + _BYTES_PER_ROW)
+        numel, size = sum(parameter.numel() for parameter in parameters), flat_NH.element_size()
+        self.bytes = head_bytes(self.rows, vocabulary, flat_NH.shape[-1], numel, size)
 
     def _whole(self, logits: torch.Tensor) -> torch.Tensor:
         """Warn where logits are larger than a tile and cannot be lazy."""

@@ -12,7 +12,7 @@ from torch import nn
 
 from ds_memo.autotune.budgets import HeadMemory
 from ds_memo.logits.content import Rows
-from ds_memo.logits.head import BYTES_PER_LOGIT, LEAST_ROWS, MOST_ROWS, HeadBytes, tile_rows
+from ds_memo.logits.head_bytes import BYTES_PER_LOGIT, LEAST_ROWS, MOST_ROWS, HeadBytes, tile_rows
 from ds_memo.logits.nodes import HeadGradients
 from ds_memo.profile.live import LiveBytes
 from ds_memo.units import GIB
