@@ -81,6 +81,9 @@ class LazyGradient(torch.Tensor):
         if name in ("mul", "div") and args[0] is mine and not (torch.is_tensor(args[1]) and args[1].numel() > 1):
             factor = args[1] if name == "mul" else 1 / args[1]
             return cls(mine.content, [term.scaled(factor) for term in mine.terms])
+        if name == "isnan":  # detect_anomaly asks each gradient
+            known = [(term.factor,) if isinstance(term, Known) else term.gradients for term in mine.terms]
+            return torch.stack([each.isnan().any() for gradients in known for each in gradients if each is not None])
         raise MemoError(NO_WHOLE_GRADIENT.format(func))
 
 

@@ -71,21 +71,20 @@ def in_parts(logits: torch.Tensor) -> torch.Tensor:
     return sum(part.logsumexp(-1).sum() for part in parts)
 
 
+KEYS = (
+    None,
+    [1, 0, 0],
+    torch.tensor([True, False]),
+    1,
+    (-1, -1),
+    (slice(None), slice(1, -1, 3)),
+    (..., None, slice(5), slice(90)),
+)
+
+
 def indexed(logits: torch.Tensor) -> torch.Tensor:
-    keys = (
-        None,
-        [1, 0, 0],
-        torch.tensor([True, False]),
-        1,
-        (-1, -1),
-        (slice(None), slice(1, -1, 3)),
-        (..., None, slice(5), slice(90)),
-    )
-    ends = torch.arange(BATCH), torch.tensor([7, 290])
-    return (
-        sum(logits[key].logsumexp(-1).sum() for key in (*keys, ends))
-        + logits.index_select(1, torch.tensor([3, 3])).amax(-1).sum()
-    )
+    ends = logits[torch.arange(BATCH), torch.tensor([7, 290])].sum() + logits.index_select(1, torch.tensor([3, 3])).amax(-1).sum()
+    return ends + sum(logits[key].logsumexp(-1).sum() for key in KEYS)
 
 
 def by_name(logits: torch.Tensor) -> torch.Tensor:
