@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Iterable, Iterator
 
@@ -60,6 +61,16 @@ def is_huggingface_model(module: nn.Module) -> bool:
     """Return True for a Transformers model with a `gradient_checkpointing` switch."""
     modeling = sys.modules.get("transformers.modeling_utils")
     return modeling is not None and isinstance(module, modeling.PreTrainedModel) and hasattr(module, "gradient_checkpointing")
+
+
+def fills_a_cache(module: nn.Module) -> bool:
+    """Return True for a Transformers model with a loss of its own, and PEFT's of one: it fills a cache unless told not to."""
+    modeling, peft = sys.modules.get("transformers.modeling_utils"), sys.modules.get("peft")
+    if peft is not None and isinstance(module, peft.PeftModel):  # which calls the other's forward, past its hooks
+        return fills_a_cache(module.get_base_model())
+    if modeling is None or not isinstance(module, modeling.PreTrainedModel):
+        return False
+    return {"labels", "use_cache"} <= inspect.signature(module.forward).parameters.keys()
 
 
 def _outermost_lists(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, dict[str, nn.Module]]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ds_memo.hf.find_layers import is_huggingface_layer, is_huggingface_model
+from ds_memo.hf.find_layers import fills_a_cache, is_huggingface_layer, is_huggingface_model
 from ds_memo.runtime import conflicts
 
 if TYPE_CHECKING:
@@ -74,8 +73,8 @@ class ModulePatches:
             if is_huggingface_model(module):
                 self._checkpoint_with(module, run)
                 self.before_forward(module, conflicts.refuse_cache)
-                if {"labels", "use_cache"} <= inspect.signature(module.forward).parameters.keys():
-                    self.before_forward(module, conflicts.fill_no_cache)
+            if fills_a_cache(module):
+                self.before_forward(module, conflicts.fill_no_cache)
 
     def before_forward(
         self,

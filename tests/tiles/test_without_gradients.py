@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import peft
 import pytest
 import torch
 from torch import nn
@@ -279,3 +280,22 @@ def test_without_the_check_it_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     model.model.norm = OverTokens(model.config.hidden_size)
     with pytest.raises((Different, AssertionError)):
         compare(model, drive)
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_a_long_evaluation_with_labels_fills_no_cache(adapted: bool) -> None:
+    """Trainer.evaluate's: nobody asked for the cache, with which layers run whole. Who asks has it."""
+    ids = torch.randint(1, 96, (1, 4200), generator=torch.Generator().manual_seed(0))
+    model = build("llama", use_cache=True, max_position_embeddings=4200).eval()
+    if adapted:
+        model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"])).eval()
+    with torch.no_grad():
+        want = model(input_ids=ids, labels=ids)
+        handle = ds_memo.attach(model, {"enabled": True})
+        got = model(input_ids=ids, labels=ids)
+        assert handle.report()["tiles"]["not_tiled"] == {}
+        with pytest.warns(ds_memo.MemoWarning, match="DynamicCache"):
+            asked = model(input_ids=ids, labels=ids, use_cache=True)
+    handle.detach()
+    assert want.past_key_values is not None and got.past_key_values is None and asked.past_key_values is not None
+    torch.testing.assert_close(got.loss, want.loss, rtol=2e-6, atol=0)
