@@ -323,7 +323,7 @@ class Tuner:
                 f"beside the layers {math.prod(shape[:2]):,} tokens take {needed / GIB:.3g} GiB of device memory "
                 f"for head, loss and gradients on their way ({others['backward'] / GIB:.3g} GiB). With them a step "
                 f"needs {run.device_budget / GIB:.3g} GiB where {limit / GIB:.3g} GiB are free: it may run out of memory. "
-                "A tiled loss helps, or a smaller zero_optimization.reduce_bucket_size"
+                "A smaller zero_optimization.reduce_bucket_size helps, and logits that are lazy (leave kernels.cross_entropy out)"
             )
         again = any(kind.recomputes_attention for kind in solution.kinds)
         if again and run.working_bytes > _WORTH_SAYING * run.device_budget:

@@ -12,7 +12,7 @@ from ds_memo.solve.run_costs import RunCosts
 from ds_memo.units import GIB
 
 _SHORTER = "a smaller batch or shorter sequences"
-_LESS_NON_LAYER = f"{_SHORTER}, a higher ZeRO stage, a tiled loss"
+_LESS_NON_LAYER = f"{_SHORTER}, a higher ZeRO stage"
 _MORE_HOST = "more host memory (memo.host_memory_gib, the container's limit, `ulimit -l`)"
 _NVME, _MORE_NVME = "drives behind it (memo.nvme)", "more room on drives (memo.nvme.gib)"
 

@@ -83,7 +83,7 @@ def test_from_the_second_step_on_all_may_stay_on_the_device() -> None:
 
 def test_a_head_that_no_setting_has_room_for() -> None:
     """Nothing that ds_memo decides would help, so the run goes on, and is told."""
-    with pytest.warns(ds_memo.MemoWarning, match="600 tokens take .* for head, loss and .* A tiled loss helps"):
+    with pytest.warns(ds_memo.MemoWarning, match="600 tokens take .* for head, loss and .* A smaller"):
         handle, plain = trained(0.05, steps=3)
     assert plain == [False] * 3 and handle.report()["resident_layers"] == 0
     handle.detach()
