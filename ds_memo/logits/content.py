@@ -93,7 +93,7 @@ class Source:
     @contextmanager
     def with_parameters(self, values: list[torch.Tensor]) -> Iterator[None]:
         """Have the head compute as in its call, with these parameters: the same adapters on or off, training or not."""
-        held = [table[name] for table, name, _ in self.places]
+        held = [dict.__getitem__(table, name) for table, name, _ in self.places]  # ZeRO-3's own would gather, on this rank alone
 
         def put_back() -> None:
             for (table, name, _), parameter in zip(self.places, held, strict=True):
