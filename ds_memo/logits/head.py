@@ -114,14 +114,16 @@ class LazyHead:
         distributed = any(hasattr(parameter, "device_mesh") for parameter in parameters)  # a DTensor
         distributed |= any(getattr(module, "mp_group", None) is not None for module in head.modules())  # DeepSpeed's AutoTP
         plain = not distributed and all(parameter.is_floating_point() for parameter in parameters)
-        self._splits = plain and (type(head) is nn.Linear or is_by_token(forward, flat_NH[None]))
-        if not self._splits:
+        splits = plain and (type(head) is nn.Linear or is_by_token(forward, flat_NH[None]))
+        if not splits:
+            self._splits = False
             return
         with torch.no_grad():
             vocabulary = forward(flat_NH[None, :1].detach()).shape[-1]
         self.rows = self.rows or tile_rows(vocabulary, self._device_bytes)
         numel, size = sum(parameter.numel() for parameter in parameters), flat_NH.element_size()
         self.bytes = head_bytes(self.rows, vocabulary, flat_NH.shape[-1], numel, size)
+        self._splits = True  # last: the device may refuse memory above
 
     def _whole(self, logits: torch.Tensor) -> torch.Tensor:
         """Warn where logits are larger than a tile and cannot be lazy."""

@@ -68,7 +68,9 @@ def from_json(text: str) -> Profile:
     except ValidationError as error:
         first = error.errors(include_input=False)[0]
         raise ProfileError(f"{quoted('.'.join(map(str, first['loc'])))}: {quoted(first['msg'])}") from None
-    except json.JSONDecodeError as error:
+    except ProfileError:
+        raise
+    except ValueError as error:  # also of a number with thousands of digits
         raise ProfileError(f"it is no JSON ({error})") from None
     except RecursionError:
         raise ProfileError("it is nested too deeply") from None

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import ds_memo
-from ds_memo.logits.head import LEAST_ROWS
+from ds_memo.logits.head_bytes import LEAST_ROWS
 from ds_memo.runtime.handle import MemoHandle
 from tests.models import assert_same_grads, gradients
 
