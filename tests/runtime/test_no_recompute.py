@@ -51,7 +51,7 @@ def test_gradients_are_stocks(monkeypatch: pytest.MonkeyPatch, name: str, plain:
     assert report["layers_without_recompute"] == sorted(plain) and report["checkpointing"]
     assert report["stored_bytes_per_layer"] == report["predicted"]["stored_bytes_per_layer"]
     assert [nbytes == 0 for nbytes in report["stored_bytes_per_layer"]] == [layer in plain for layer in range(LAYERS)]
-    assert report["host"]["slab"] == report["predicted"]["host_bytes"]
+    assert report["host"]["peak_used"] == report["predicted"]["host_bytes"]  # the slab is the process's, and other models' too
     assert report["plan"]["hits"] > 0 and sum(report["plan"]["misses"].values()) == 0
     # A layer without recompute above has every swapped one come back in time, as a resident one would.
     first = 0 if LAYERS - 1 in plain else 5
