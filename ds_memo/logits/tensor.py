@@ -62,8 +62,8 @@ class LazyLogits(torch.Tensor):
             return _native(func, args, kwargs)
         if name in ("data_ptr", "untyped_storage", "storage", "__dlpack__"):
             raise MemoError(
-                f"{name}() of lazy logits, which have no memory: a kernel of its own reads them. Give it logits.clone().float() "
-                '… of few rows, or set memo.kernels.cross_entropy to "whole"'
+                f"{name}() of lazy logits, which have no memory: a kernel of its own reads them. Set "
+                'memo.kernels.cross_entropy to "whole"'
             )
         if torch._C._functorch.peek_interpreter_stack() is not None:
             raise MemoError(
