@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.rivals import PLANNED, RIVALS, Budget
 from benchmarks.timing import Trainer, does_not_fit, placements
-from benchmarks.workloads import Shape
+from benchmarks.workloads import LOGITS, Shape
 from ds_memo.estimate import model
 from ds_memo.estimate.hardware import named
 from ds_memo.profile.json_file import to_json
@@ -80,7 +80,8 @@ def predict(trainer: Trainer, shape: Shape, length: int, budget: Budget, folder:
     profile_file.write_text(to_json(replace(profile, ranks_per_sequence=shape.ranks)))
     if hardware is None:
         return found | {"estimate": None}
-    trainer.model.config.to_json_file(str(config_file))
+    config = trainer.model.config.to_dict() | {"vocab_size": LOGITS}  # the workload's loss keeps so few logits: no head to count
+    config_file.write_text(json.dumps(config, default=str))
     ranks = str(shape.ranks)  # the layers' times are those of one rank of so many, measured
     words = ["--model", str(config_file), "--hardware", hardware, "--gpus", ranks, "--sp", ranks, "--zero", "0"]
     words += ["--seq-length", str(length), "--host-memory-gib", f"{shape.ranks * budget.host_bytes / GIB:.9f}"]
