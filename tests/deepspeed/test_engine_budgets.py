@@ -183,7 +183,7 @@ def test_a_layer_waits_for_the_one_before_the_last() -> None:
     assert AHEAD == 2 and device == [*forward, 2, ("replays", 2), 3, ("replays", 1)]
 
 
-def test_nobody_waits_for_a_pass_that_was_interrupted() -> None:
+def test_no_pass_waits_for_one_that_was_interrupted() -> None:
     device = Device()
     limit = RunAheadLimit(device.mark)
     for layer in range(AHEAD):

@@ -1,4 +1,4 @@
-"""Trainer and TRL with lazy logits: weights, losses and metrics as without memo, in scripts that nobody changed."""
+"""Trainer and TRL with lazy logits: weights, losses and metrics as without memo, in unmodified scripts."""
 
 from __future__ import annotations
 

@@ -284,7 +284,7 @@ def test_without_the_check_it_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("adapted", [False, True])
 def test_a_long_evaluation_with_labels_fills_no_cache(adapted: bool) -> None:
-    """Trainer.evaluate's: nobody asked for the cache, with which layers run whole. Who asks has it."""
+    """As Trainer.evaluate runs it. Layers that fill a cache run whole; a caller that asks for the cache gets it."""
     ids = torch.randint(1, 96, (1, 4200), generator=torch.Generator().manual_seed(0))
     model = build("llama", use_cache=True, max_position_embeddings=4200).eval()
     if adapted:
