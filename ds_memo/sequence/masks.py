@@ -1,0 +1,184 @@
+"""Which keys each query sees, and what that makes of the work of one rank.
+
+Every mask of Transformers' decoders is an interval of keys for each query: causal, a window, chunks, documents, blocks of image
+tokens, both directions. So no mask of tokens × tokens is made. A whole sequence is cut into *runs*: neighbouring queries whose
+interval moves with them, or stays. A *band* is a part of a run with one rank's queries and one ring number's keys: the work of
+one kernel call.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from ds_memo.sequence.parts import Parts, Pieces
+
+
+@dataclass(frozen=True)
+class Mask:
+    """A mask of whole sequences, in the place of a tensor (b, 1, s, s).
+
+    Args:
+        kind: "causal"; "window", the last `size` tokens; "chunk", those of the same `size` tokens, counted from the document's
+            first; "both", all tokens of the sequence; "table".
+        table: first and last key of each query (b, s) of each, on the host; for "table" alone.
+    """
+
+    kind: str = "causal"
+    size: int = 0
+    table: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    # As a tensor's, because models look.
+    ndim = 4
+    shape = (1, 1, 1, 1)
+
+    def dim(self) -> int:
+        return self.ndim
+
+    def __hash__(self) -> int:
+        return hash((self.kind, self.size, id(self.table)))
+
+
+class Run(NamedTuple):
+    """Neighbouring queries, and the keys that they see. None: as far as `keys` reach."""
+
+    queries: tuple[int, int]
+    keys: tuple[int, int]
+    before: int | None
+    """Query i sees no key below i - before."""
+    after: int | None
+    """Query i sees no key above i + after."""
+
+
+class Band(NamedTuple):
+    """Work of one kernel call: query a of `queries` sees key c of `keys`, both counted from the band's first, where
+    a - before <= c <= a + after. None: no limit. Either may be negative. Each query sees a key, and each key is seen."""
+
+    row: int | None
+    """None: all rows of the batch."""
+    queries: tuple[int, int]
+    """First token and the one behind the last, counted along the rank's queries."""
+    keys: tuple[int, int]
+    """The same along the keys of one ring number."""
+    before: int | None
+    after: int | None
+
+
+@dataclass(eq=False)
+class Plan:
+    """What attention of one kind computes on this rank.
+
+    Args:
+        steps: bands by step of the ring: at step t a rank has the keys of ring number (own - t) mod ring.
+    """
+
+    steps: list[list[Band]]
+
+
+def plan(parts: Parts, mask: Mask) -> Plan:
+    """Return the plan of a mask, worked out once for a forward."""
+    found = parts.plans.get(mask)
+    if found is None:
+        found = parts.plans[mask] = _plan(parts, mask)
+    assert isinstance(found, Plan)
+    return found
+
+
+def _plan(parts: Parts, mask: Mask) -> Plan:
+    ring, own = parts.ranks.ring, parts.ranks.ring_number
+    rows = list(runs(parts, mask))
+    alike = len(rows) == 1 or all(row == rows[0] for row in rows)
+    numbered: list[tuple[int | None, list[Run]]] = [(None, rows[0])] if alike else list(enumerate(rows))
+    queries = parts.pieces_of_ring(own)
+    return Plan(
+        [
+            [band for row, of_row in numbered for band in bands(row, of_row, queries, parts.pieces_of_ring((own - step) % ring))]
+            for step in range(ring)
+        ]
+    )
+
+
+def runs(parts: Parts, mask: Mask) -> Iterator[list[Run]]:
+    """Yield each row's runs."""
+    if mask.table is not None:
+        for lo, hi in zip(*mask.table, strict=True):
+            yield _runs_of_table(lo, hi, parts)
+        return
+    if mask.kind == "both":
+        yield [Run((0, parts.unpadded), (0, parts.unpadded), None, None)]
+        return
+    for starts in parts.documents:
+        found = []
+        for start, stop in itertools.pairwise((*starts, parts.length)):
+            edges = [*range(start, stop, mask.size), stop] if mask.kind == "chunk" else [start, stop]
+            before = mask.size - 1 if mask.kind == "window" else None
+            found += [Run(edge, edge, before, 0) for edge in itertools.pairwise(edges)]
+        yield found
+
+
+def _runs_of_table(lo: torch.Tensor, hi: torch.Tensor, parts: Parts) -> list[Run]:
+    """Cut queries where their first or last key neither stays nor moves by one."""
+    found = []
+    steps = [(edge[1:] - edge[:-1]).tolist() for edge in (lo, hi)]
+    start = 0
+    kind: list[int | None] = [None, None]
+    for query in range(1, len(lo) + 1):
+        now = [step[query - 1] for step in steps] if query < len(lo) else [-1, -1]
+        if all(step in (0, 1) and (before is None or step == before) for step, before in zip(now, kind, strict=True)):
+            kind = list(now)
+            continue
+        first, last = int(lo[start]), int(hi[query - 1])
+        before, after = start - first if kind[0] == 1 else None, last - (query - 1) if kind[1] == 1 else None
+        found.append(Run((start, query), (first, last + 1), before, after))
+        start, kind = query, [None, None]
+    if parts.length > parts.unpadded:
+        found.append(Run((parts.unpadded, parts.length), (parts.unpadded, parts.length), None, 0))
+    return found
+
+
+def bands(row: int | None, of_row: Sequence[Run], queries: Pieces, keys: Pieces) -> Iterator[Band]:
+    """Yield the bands of the runs that meet these queries and keys."""
+    query_at = 0
+    for first, last in queries:
+        key_at = 0
+        for key_first, key_last in keys:
+            for run in of_row:
+                band = _met(run, (first, last), (key_first, key_last))
+                if band is not None:
+                    (q0, q1), (k0, k1), before, after = band
+                    yield Band(
+                        row,
+                        (query_at + q0 - first, query_at + q1 - first),
+                        (key_at + k0 - key_first, key_at + k1 - key_first),
+                        before,
+                        after,
+                    )
+            key_at += key_last - key_first
+        query_at += last - first
+
+
+def _met(run: Run, queries: tuple[int, int], keys: tuple[int, int]) -> Run | None:
+    """Return the part of a run with these queries and keys, and its limits counted from the part's first; None: there is none."""
+    q0, q1 = max(run.queries[0], queries[0]), min(run.queries[1], queries[1])
+    k0, k1 = max(run.keys[0], keys[0]), min(run.keys[1], keys[1])
+    if q0 >= q1 or k0 >= k1:
+        return None
+    if run.after is not None:  # the last query sees most to the right
+        k1 = min(k1, q1 + run.after)
+        q0 = max(q0, k0 - run.after)
+    if run.before is not None:
+        k0 = max(k0, q0 - run.before)
+        q1 = min(q1, k1 + run.before)
+    if q0 >= q1 or k0 >= k1:
+        return None
+    before = None if run.before is None else run.before - (q0 - k0)
+    after = None if run.after is None else run.after + (q0 - k0)
+    if before is not None and before >= q1 - q0 - 1:
+        before = None
+    if after is not None and after >= k1 - k0 - 1:
+        after = None
+    return Run((q0, q1), (k0, k1), before, after)

@@ -1,0 +1,135 @@
+"""How whole sequences lie on the ranks that share them. Units: tokens of the whole sequence, from 0.
+
+A rank's part is a list of pieces. Under Ulysses alone it is one, in the order of the ranks. Around a ring it is two: chunks i and
+2r - 1 - i of 2r go to ring number i (zigzag), so that causal attention is as much work on every rank.
+
+All parts are of one length. A sequence that does not divide is followed by padding, which is a document of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from ds_memo.sequence.ranks import SequenceRanks
+
+Pieces = tuple[tuple[int, int], ...]
+"""First token, and the one behind the last, of each piece in the order in which a rank holds them."""
+
+
+class Parts:
+    """The parts of one forward's sequences.
+
+    Args:
+        length: of the whole sequence without padding.
+        documents: for each row the first token of each document, from 0 on. One row may stand for all.
+        zigzag: False: one piece to a rank, also around a ring.
+    """
+
+    def __init__(
+        self, ranks: SequenceRanks, length: int, documents: Sequence[Sequence[int]] = ((0,),), zigzag: bool = True
+    ) -> None:
+        self.ranks = ranks
+        self.unpadded = length
+        self.zigzag = zigzag and ranks.ring > 1
+        multiple = math.lcm(2 * ranks.ring, ranks.size) if self.zigzag else ranks.size
+        self.length = -(-length // multiple) * multiple
+        padding = (length,) * (self.length > length)
+        self.documents = tuple((*row, *padding) for row in documents)
+        self.own = self.length // ranks.size
+        """Tokens of a part."""
+        self.plans: dict[object, object] = {}
+        """What attention has worked out, by its mask."""
+        self._shortened: dict[int, Parts] = {}
+
+    def __deepcopy__(self, memo: dict) -> Parts:
+        return self
+
+    @functools.cached_property
+    def one_document(self) -> bool:
+        """True if no row has a border between documents."""
+        return all(len(row) == 1 for row in self.documents)
+
+    def pieces_of_ring(self, number: int) -> Pieces:
+        """Return the pieces of the Ulysses group with a ring number."""
+        ring = self.ranks.ring
+        if not self.zigzag:
+            return ((self.length // ring * number, self.length // ring * (number + 1)),)
+        chunk = self.length // (2 * ring)
+        return tuple((chunk * i, chunk * (i + 1)) for i in (number, 2 * ring - 1 - number))
+
+    def pieces_of(self, number: int) -> Pieces:
+        """Return the pieces of a rank."""
+        ring_number, ulysses_number = divmod(number, self.ranks.ulysses)
+        first = self.own * ulysses_number
+        return cut(self.pieces_of_ring(ring_number), first, first + self.own)
+
+    @functools.cached_property
+    def pieces(self) -> Pieces:
+        """This rank's."""
+        return self.pieces_of(self.ranks.number)
+
+    @functools.cached_property
+    def all_pieces(self) -> list[Pieces]:
+        return [self.pieces_of(number) for number in range(self.ranks.size)]
+
+    @functools.cached_property
+    def in_order(self) -> bool:
+        """True if the ranks' parts one after another are the whole sequence."""
+        flat = [piece for pieces in self.all_pieces for piece in pieces]
+        return flat == sorted(flat)
+
+    @functools.cached_property
+    def _of_token(self) -> torch.Tensor:
+        return torch.cat([torch.arange(*piece) for pieces in self.all_pieces for piece in pieces])
+
+    def sorted(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        """Return a tensor with all ranks' tokens, one rank after another along `dim`, in the order of the sequence."""
+        return x if self.in_order else x.index_select(dim, self._of_token.argsort().to(x.device))
+
+    def by_rank(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        """Undo :meth:`sorted`."""
+        return x if self.in_order else x.index_select(dim, self._of_token.to(x.device))
+
+    def own_of(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
+        """Return this rank's part of a tensor with all tokens in order."""
+        parts = [whole.narrow(dim, start, stop - start) for start, stop in self.pieces]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+    def shortened(self, own: int) -> Parts:
+        """Return the first `own` tokens of each part, as a profile calls layers with. Documents go on across the cuts."""
+        if own not in self._shortened:
+            kept = [(start, stop) for number in range(self.ranks.size) for start, stop in cut(self.pieces_of(number), 0, own)]
+            kept.sort()
+            rows = []
+            for row in self.documents:
+                before = [sum(max(0, min(stop, border) - start) for start, stop in kept) for border in row]
+                rows.append(tuple(sorted(set(before) - {own * self.ranks.size} | {0})))
+            self._shortened[own] = Parts(self.ranks, own * self.ranks.size, rows, self.zigzag)
+        return self._shortened[own]
+
+
+def cut(pieces: Pieces, first: int, last: int) -> Pieces:
+    """Return the pieces of tokens `first` to `last`, counted along `pieces`."""
+    found, passed = [], 0
+    for start, stop in pieces:
+        a, b = max(first - passed, 0), min(last - passed, stop - start)
+        if a < b:
+            found.append((start + a, start + b))
+        passed += stop - start
+    return tuple(found)
+
+
+def contiguous(lengths: Iterable[int]) -> list[Pieces]:
+    """Return the pieces of ranks that hold so many tokens each, one rank after another."""
+    borders = [0, *itertools.accumulate(lengths)]
+    return [((start, stop),) if stop > start else () for start, stop in itertools.pairwise(borders)]
+
+
+def even(length: int, ranks: int) -> list[int]:
+    """Return the tokens of each rank where a caller's sequence is split: as equal as they can be, the longer ones first."""
+    return [length // ranks + (number < length % ranks) for number in range(ranks)]

@@ -1,0 +1,82 @@
+"""The ranks that share a sequence, and their process groups."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True, eq=False)
+class SequenceRanks:
+    """Ranks that share a sequence, as `ring` groups of `ulysses` ranks.
+
+    The ranks of an Ulysses group trade tokens for heads. Those with one number in their Ulysses groups form a ring, around which
+    keys and values travel. A rank's number among all is its ring number · ulysses + its Ulysses number.
+    """
+
+    group: dist.ProcessGroup
+    """Of all that share the sequence."""
+    ulysses_group: dist.ProcessGroup
+    ring_group: dist.ProcessGroup
+
+    @functools.cached_property
+    def size(self) -> int:
+        return dist.get_world_size(self.group)
+
+    @functools.cached_property
+    def ulysses(self) -> int:
+        return dist.get_world_size(self.ulysses_group)
+
+    @functools.cached_property
+    def ring(self) -> int:
+        return dist.get_world_size(self.ring_group)
+
+    @functools.cached_property
+    def number(self) -> int:
+        return dist.get_rank(self.group)
+
+    @property
+    def ulysses_number(self) -> int:
+        return self.number % self.ulysses
+
+    @property
+    def ring_number(self) -> int:
+        return self.number // self.ulysses
+
+    def __deepcopy__(self, memo: dict) -> SequenceRanks:
+        return self
+
+
+def ranks_of(group: dist.ProcessGroup, ulysses: int) -> SequenceRanks:
+    """Make the subgroups; all ranks of the process must call this together.
+
+    Args:
+        group: this rank's; every rank of the run is in one such group of neighbours.
+        ulysses: ranks that trade tokens for heads. It divides the group's size.
+    """
+    size = dist.get_world_size(group)
+    if ulysses == size:
+        return SequenceRanks(group, group, _subgroups([[rank] for rank in range(dist.get_world_size())]))
+    wholes = [range(start, start + size) for start in range(0, dist.get_world_size(), size)]
+    of_heads = [list(whole[start : start + ulysses]) for whole in wholes for start in range(0, size, ulysses)]
+    rings = [list(whole[number::ulysses]) for whole in wholes for number in range(ulysses)]
+    return SequenceRanks(group, _subgroups(of_heads), _subgroups(rings))
+
+
+def _subgroups(of: list[list[int]]) -> dist.ProcessGroup:
+    """Make all of these groups and return this rank's."""
+    mine: dist.ProcessGroup | None = None
+    timeout = dist.group.WORLD._get_backend(_device()).options._timeout  # else a lost rank would be waited for half an hour
+    for ranks in of:
+        group = dist.new_group(ranks, timeout=timeout)
+        if dist.get_rank() in ranks:
+            mine = group
+    assert mine is not None
+    return mine
+
+
+def _device() -> torch.device:
+    return torch.device("cuda" if torch.device("cuda") in dist.group.WORLD._device_types else "cpu")
