@@ -22,7 +22,7 @@ from deepspeed.runtime.pipe.module import PipelineModule
 from torch import nn
 
 from ds_memo.config import SECTION, MemoConfig, memo_config
-from ds_memo.deepspeed import checkpoint_api, launched_by, ulysses
+from ds_memo.deepspeed import checkpoint_api, launched_by, sequence
 from ds_memo.deepspeed.engine_hooks import hook_engine, weakly
 from ds_memo.deepspeed.first_compile import announce_first_compile
 from ds_memo.deepspeed.rebind import Taken, other_holders, replace_in_modules, restore
@@ -72,7 +72,7 @@ def initialize(*args: Any, **kwargs: Any) -> tuple:
     """Return what ``deepspeed.initialize`` does; attach the engine's model if the config has ``"memo": {"enabled": true, …}``.
 
     ``"sequence_parallel_size"`` above 1 makes a Hugging Face model sequence-parallel, with memo or without
-    (:mod:`ds_memo.deepspeed.ulysses`); not where the caller passes an ``mpu`` and so has done that already.
+    (:mod:`ds_memo.deepspeed.sequence`); not where the caller passes an ``mpu`` and so has done that already.
     Everything that can be refused is refused before DeepSpeed starts. ``engine.memo`` is the handle.
 
     Raises:
@@ -89,7 +89,7 @@ def initialize(*args: Any, **kwargs: Any) -> tuple:
     if _replaced and launched_by.section is not None:
         section = {SECTION: launched_by.section, **section}
     config = memo_config(section.get(SECTION, {}))
-    ranks = ulysses.size_in(section)
+    ranks = sequence.size_in(section)
     if asked.get("model") is None:  # DeepSpeed itself has something to say
         return stock(*args, **kwargs)
     if _replaced and SECTION not in section:
@@ -119,8 +119,8 @@ def initialize(*args: Any, **kwargs: Any) -> tuple:
                     section, asked["model"], asked.get("model_parameters"), asked.get("optimizer")
                 )
         if ranks > 1 and asked.get("mpu") is None:  # DeepSpeed would take such a configuration and train on parts of sequences
-            ulysses.refuse_conflicts(section)
-            asked["mpu"] = ulysses.set_up(asked["model"], ranks)
+            sequence.refuse_conflicts(section)
+            asked["mpu"] = sequence.set_up(asked["model"], ranks)
         make = functools.partial(_made, stock, ranks > 1 or config.enabled, *call.args, **call.kwargs)
         with _words_for_mpi():
             if not config.enabled:
@@ -161,7 +161,7 @@ def _made(stock: Callable[..., tuple], check_parts: bool, *args: Any, **kwargs: 
     """Return what DeepSpeed makes; `check_parts`: refuse a sequence-parallel model that mixes tokens outside attention."""
     returned = stock(*args, **kwargs)
     if check_parts:
-        ulysses.refuse_inexact(returned[0].module, returned[0])
+        sequence.refuse_inexact(returned[0].module, returned[0])
         forget_order(returned[0])  # a forward's alone
     return returned
 

@@ -1,7 +1,7 @@
 """Probe of sequence parallelism: a short sequence must come out alike, whole on each rank and in parts on the ranks of its group.
 
-Ulysses exchanges tokens around attention alone. A module that mixes tokens elsewhere (linear attention, state space, convolution,
-token shift), or numbers them by itself, starts anew on each rank. Gradients are then off by tens of per cent, the loss by 1e-4.
+Ranks exchange tokens in the functions that ds_memo.sequence catches. A module that mixes tokens elsewhere (a token shift, attention
+of its own), or numbers them by itself, starts anew on each rank. Gradients are then off by tens of per cent, the loss by 1e-4.
 
 The sequence runs whole first, and what goes into and comes out of each module is kept. It then runs in parts. There each value
 is compared with the kept one and replaced by it, so every module computes from the same values as in the whole run. Differences
@@ -15,11 +15,12 @@ otherwise.
 from __future__ import annotations
 
 import inspect
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -31,6 +32,10 @@ from ds_memo.distributed import agree
 from ds_memo.errors import MemoError
 from ds_memo.profile.layer_call import hidden_from_training
 from ds_memo.remat.random_states import forked
+from ds_memo.sequence.parts import Parts
+
+if TYPE_CHECKING:
+    from ds_memo.hf.sequence import Decoder
 
 FIELD = "sequence_parallel_size"
 TOKENS, LEAST = 75, 5
@@ -52,6 +57,7 @@ def refuse_inexact(
     group: dist.ProcessGroup,
     whole: Callable[[], AbstractContextManager[Any]],
     rows: int = 1,
+    decoder: Decoder | None = None,
 ) -> None:
     """Run the probe; all ranks of the process call this together.
 
@@ -62,17 +68,20 @@ def refuse_inexact(
         group: ranks that share a sequence.
         whole: makes attention local, within the context.
         rows: sequences in a batch.
+        decoder: of ds_memo's own sequence parallelism; inside of it a rank may hold other tokens than a caller gives it.
 
     Raises:
         MemoError: on all ranks, if an output differs on any, or the model cannot run.
     """
     ranks, config = dist.get_world_size(group), model.config.get_text_config()
-    part = max(LEAST, min(TOKENS, getattr(config, "max_position_embeddings", None) or TOKENS) // ranks)
+    pieces = ranks if decoder is None or decoder.ranks.ring == 1 else math.lcm(2 * decoder.ranks.ring, ranks)
+    longest = min(TOKENS, getattr(config, "max_position_embeddings", None) or TOKENS)
+    part = max(LEAST, longest // pieces) * pieces // ranks
     forward = _on_tokens_alone(model, forward)
     suspects: dict[Key, float] | None = None
     for seed in range(ROUNDS):
         tokens = torch.randint(3, config.vocab_size, (1, part * ranks), generator=torch.Generator().manual_seed(seed))
-        comparison = _Comparison(model, part, rows, dist.get_rank(group) * part)
+        comparison = _Comparison(model, part, rows, dist.get_rank(group), decoder)
         try:
             with _undisturbed(model):
                 found = comparison.run(forward, tokens, whole)
@@ -91,8 +100,8 @@ def refuse_inexact(
     (_, name, token), off = min(firsts)
     raise MemoError(
         f"{FIELD} {ranks}: {_described(model, name)} computes token {token} of {part * ranks} {off:.0%} away from what it is in "
-        "a whole sequence. It mixes tokens outside Transformers' attention functions (linear attention, state space, "
-        f'convolution), or numbers them by itself: each of the {ranks} parts would start anew. Use "{FIELD}": 1; layers in tiles '
+        "a whole sequence. It mixes tokens outside the functions that ds_memo knows (Transformers' attention, "
+        f'scans, convolutions), or numbers them by itself: each of the {ranks} parts would start anew. Use "{FIELD}": 1; layers in tiles '
         "(memo.tile_tokens) or ZeRO-3 make room for longer sequences on a rank"
     )
 
@@ -117,15 +126,22 @@ class _Comparison:
     Args:
         part: tokens of a part.
         rows: sequences in the batch, all alike.
-        start: first token of this rank's part.
+        rank: number of this one among those that share a sequence.
     """
 
-    def __init__(self, model: nn.Module, part: int, rows: int, start: int) -> None:
+    def __init__(self, model: nn.Module, part: int, rows: int, rank: int, decoder: Decoder | None) -> None:
         self._model = model
-        self._part, self._rows, self._start = part, rows, start
+        self._part, self._rows = part, rows
+        self._outside = list(range(rank * part, (rank + 1) * part))
+        self._inside, self._decoder, self._takes_whole = self._outside, "", False
+        if decoder is not None:
+            pieces = Parts(decoder.ranks, part * decoder.ranks.size).pieces
+            self._inside = [token for start, stop in pieces for token in range(start, stop)]
+            self._decoder = next(name for name, module in model.named_modules() if module is decoder.module)
+            self._takes_whole = decoder.takes_whole
         self._kept: dict[tuple[str, bool], list[list[tuple[torch.Tensor, int] | None]]] = defaultdict(list)
         """This rank's part of what went into (True) or came out of (False) each call of a module, and its dimension of tokens."""
-        self._apart: list[tuple[str, torch.Tensor]] = []
+        self._apart: list[tuple[str, list[int], torch.Tensor]] = []
         self._dtypes: set[torch.dtype] = set()
 
     def run(
@@ -138,16 +154,16 @@ class _Comparison:
         self._length = tokens.shape[1]
         with self._watched(self._keep), whole():
             forward(input_ids=tokens, position_ids=positions, use_cache=False)
-        mine = slice(self._start, self._start + self._part)
+        mine = slice(None) if self._takes_whole else slice(self._outside[0], self._outside[-1] + 1)
         with self._watched(self._compare):
             forward(input_ids=tokens[:, mine].contiguous(), position_ids=positions[:, mine].contiguous(), use_cache=False)
         if not self._apart:
             raise TypeError("no module of it takes or returns a floating-point tensor (rows, tokens, …)")
         most = STEPS * max(TF32, *(torch.finfo(dtype).eps for dtype in self._dtypes))
         return {
-            (number, name, self._start + token): off
-            for number, (name, apart) in enumerate(self._apart)
-            for token, off in enumerate(apart.tolist())
+            (number, name, token): off
+            for number, (name, tokens, apart) in enumerate(self._apart)
+            for token, off in zip(tokens, apart.tolist(), strict=False)
             if not off <= most
         }
 
@@ -163,9 +179,16 @@ class _Comparison:
 
     def _keep(self, name: str, goes_in: bool, values: Any) -> None:
         by_rows = not name and not goes_in
-        self._kept[name, goes_in].append([self._of_part(value, by_rows) for value in tree_flatten(values)[0]])
+        tokens = self._tokens(name, goes_in)
+        self._kept[name, goes_in].append([self._of_part(value, tokens, by_rows) for value in tree_flatten(values)[0]])
 
-    def _of_part(self, value: Any, by_rows: bool) -> tuple[torch.Tensor, int] | None:
+    def _tokens(self, name: str, goes_in: bool) -> list[int]:
+        """Return this rank's tokens of the whole sequence, where a value passes."""
+        within = self._decoder + "." if self._decoder else ""
+        inside = name.startswith(within) and name != self._decoder or (name == self._decoder and goes_in)
+        return self._inside if inside else self._outside
+
+    def _of_part(self, value: Any, tokens: list[int], by_rows: bool) -> tuple[torch.Tensor, int] | None:
         """Return this rank's part of a tensor (rows, …), and its dimension of tokens; None: it has not one such dimension.
 
         What goes in and out of routers and experts has none: rows sorted by expert are no tokens in order.
@@ -177,7 +200,7 @@ class _Comparison:
             return None
         dims = [dim for dim, size in enumerate(value.shape) if dim and size == self._length]
         if len(dims) == 1:
-            return value.narrow(dims[0], self._start, self._part).clone(), dims[0]
+            return value.index_select(dims[0], torch.tensor(tokens, device=value.device)), dims[0]
         return (value.clone(), 0) if by_rows and not dims else None
 
     def _compare(self, name: str, goes_in: bool, values: Any) -> Any:
@@ -189,7 +212,7 @@ class _Comparison:
         for index, (leaf, kept) in enumerate(zip(leaves, calls.pop(0), strict=False)):
             if kept is not None and isinstance(leaf, torch.Tensor) and leaf.shape == kept[0].shape:
                 self._dtypes.add(leaf.dtype)
-                self._apart.append((culprit, _distances(leaf, *kept)))
+                self._apart.append((culprit, self._tokens(name, goes_in), _distances(leaf, *kept)))
                 leaves[index] = kept[0]
         return tree_unflatten(leaves, spec)
 

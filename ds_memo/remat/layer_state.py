@@ -36,7 +36,8 @@ _HOOKS = (
     "_forward_pre_hooks_with_kwargs",
 )
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-_PLAIN = (bool, int, float, str, type(None))
+PLAIN: set[type] = {bool, int, float, str, type(None)}
+"""Types of settings. Other packages add theirs, whose objects are never changed."""
 _MERGED = "merged_adapters"
 """PEFT's list of the adapters that are in a weight's values now."""
 
@@ -140,8 +141,8 @@ def _is_tensor(value: Any) -> bool:
 
 def _is_setting(name: str, value: Any) -> bool:
     if type(value) in (list, tuple):
-        return all(type(inner) in _PLAIN for inner in value)
-    plain = type(value) in _PLAIN or (callable(value) and not isinstance(value, (nn.Module, torch.Tensor)))
+        return all(type(inner) in PLAIN for inner in value)
+    plain = type(value) in PLAIN or (callable(value) and not isinstance(value, (nn.Module, torch.Tensor)))
     return plain and not is_foreign(name)
 
 

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 
 from ds_memo.sequence.parts import Parts, Pieces
+from ds_memo.sequence.ranks import SequenceRanks
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,7 @@ class Plan:
         steps: bands by step of the ring: at step t a rank has the keys of ring number (own - t) mod ring.
     """
 
+    ranks: SequenceRanks
     steps: list[list[Band]]
 
 
@@ -95,10 +97,11 @@ def _plan(parts: Parts, mask: Mask) -> Plan:
     numbered: list[tuple[int | None, list[Run]]] = [(None, rows[0])] if alike else list(enumerate(rows))
     queries = parts.pieces_of_ring(own)
     return Plan(
+        parts.ranks,
         [
             [band for row, of_row in numbered for band in bands(row, of_row, queries, parts.pieces_of_ring((own - step) % ring))]
             for step in range(ring)
-        ]
+        ],
     )
 
 

@@ -15,8 +15,12 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from ds_memo.remat.layer_state import PLAIN
 from ds_memo.sequence.ranks import SequenceRanks
 
+PARTS = "_ds_memo_parts"
+"""Attribute of every module of a sequence-parallel decoder: the Parts of the forward under way, or of the latest. None: it has whole
+sequences. A replay under memo puts back what its forward saw."""
 Pieces = tuple[tuple[int, int], ...]
 """First token, and the one behind the last, of each piece in the order in which a rank holds them."""
 
@@ -111,6 +115,9 @@ class Parts:
                 rows.append(tuple(sorted(set(before) - {own * self.ranks.size} | {0})))
             self._shortened[own] = Parts(self.ranks, own * self.ranks.size, rows, self.zigzag)
         return self._shortened[own]
+
+
+PLAIN.add(Parts)
 
 
 def cut(pieces: Pieces, first: int, last: int) -> Pieces:

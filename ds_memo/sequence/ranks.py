@@ -21,6 +21,8 @@ class SequenceRanks:
     """Of all that share the sequence."""
     ulysses_group: dist.ProcessGroup
     ring_group: dist.ProcessGroup
+    host_group: dist.ProcessGroup
+    """Of all that share the sequence, for what lies on the host: the device does not wait for it."""
 
     @functools.cached_property
     def size(self) -> int:
@@ -57,26 +59,28 @@ def ranks_of(group: dist.ProcessGroup, ulysses: int) -> SequenceRanks:
         group: this rank's; every rank of the run is in one such group of neighbours.
         ulysses: ranks that trade tokens for heads. It divides the group's size.
     """
-    size = dist.get_world_size(group)
-    if ulysses == size:
-        return SequenceRanks(group, group, _subgroups([[rank] for rank in range(dist.get_world_size())]))
-    wholes = [range(start, start + size) for start in range(0, dist.get_world_size(), size)]
+    size, world = dist.get_world_size(group), dist.get_world_size()
+    wholes = [range(start, start + size) for start in range(0, world, size)]
     of_heads = [list(whole[start : start + ulysses]) for whole in wholes for start in range(0, size, ulysses)]
     rings = [list(whole[number::ulysses]) for whole in wholes for number in range(ulysses)]
-    return SequenceRanks(group, _subgroups(of_heads), _subgroups(rings))
+    on_host = torch.device("cpu") in dist.group.WORLD._device_types
+    return SequenceRanks(
+        group,
+        group if ulysses == size else _subgroups(of_heads),
+        group if ulysses == 1 else _subgroups(rings),
+        group if on_host else _subgroups([list(whole) for whole in wholes], "gloo"),
+    )
 
 
-def _subgroups(of: list[list[int]]) -> dist.ProcessGroup:
+def _subgroups(of: list[list[int]], backend: str | None = None) -> dist.ProcessGroup:
     """Make all of these groups and return this rank's."""
     mine: dist.ProcessGroup | None = None
-    timeout = dist.group.WORLD._get_backend(_device()).options._timeout  # else a lost rank would be waited for half an hour
+    default = dist.group.WORLD
+    device = torch.device("cpu" if torch.device("cpu") in default._device_types else "cuda")
+    timeout = default._get_backend(device).options._timeout  # else a lost rank would be waited for half an hour
     for ranks in of:
-        group = dist.new_group(ranks, timeout=timeout)
+        group = dist.new_group(ranks, timeout=timeout, backend=backend)
         if dist.get_rank() in ranks:
             mine = group
     assert mine is not None
     return mine
-
-
-def _device() -> torch.device:
-    return torch.device("cuda" if torch.device("cuda") in dist.group.WORLD._device_types else "cpu")

@@ -1,0 +1,273 @@
+"""Sequence parallelism (ds_memo.sequence), set up from "sequence_parallel_size" in the DeepSpeed JSON; its batches and its loss.
+
+Process groups, and the division of gradients by them, are DeepSpeed's (runtime/sequence_parallel).
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.sequence_parallel import parallel_state_sp
+from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from torch import nn
+
+from ds_memo.deepspeed import sequence_probe
+from ds_memo.deepspeed.sequence_probe import FIELD
+from ds_memo.distributed.topology import ranks_per_sequence
+from ds_memo.errors import MemoConfigError, MemoError
+from ds_memo.hf.attention import wrap_attention
+from ds_memo.sequence.parts import contiguous, even
+from ds_memo.sequence.ranks import ranks_of
+
+IGNORE = -100
+"""Label of a token that does not count."""
+_decoders: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
+"""The hf.sequence.Decoder of each model that is sequence-parallel."""
+
+
+def size_in(config: Mapping[str, Any]) -> int:
+    """Read from the DeepSpeed JSON the number of ranks that share a sequence.
+
+    Raises:
+        MemoConfigError: it is no whole number above 0.
+    """
+    size = config.get(FIELD, 1)
+    if type(size) is not int or size < 1:
+        raise MemoConfigError(f"{FIELD}: got {size!r}; allowed: a whole number above 0 (the ranks that share a sequence)")
+    return size
+
+
+def refuse_conflicts(config: Mapping[str, Any]) -> None:
+    """Refuse what DeepSpeed cannot do beside sequence parallelism.
+
+    Raises:
+        MemoConfigError: naming both settings.
+    """
+    zero = config.get("zero_optimization", {})
+    if zero.get("stage") == 3 and zero.get("reduce_scatter") is False:
+        raise MemoConfigError(
+            f"zero_optimization.reduce_scatter: got false with stage 3 and {FIELD}; DeepSpeed then divides gradients of large "
+            "parameters by the number of all ranks and of small ones by that of groups. Leave reduce_scatter out"
+        )
+
+
+def check(size: int, ulysses: int | None, world_size: int) -> None:
+    """Refuse numbers of ranks that do not fit together.
+
+    Args:
+        size: ranks that share a sequence.
+        ulysses: those among them that trade heads; None: chosen.
+        world_size: ranks in all.
+
+    Raises:
+        MemoConfigError: with the numbers.
+    """
+    if world_size % size:
+        raise MemoConfigError(f"{FIELD}: got {size}, but the {world_size} ranks of this run are no multiple of it")
+    if ulysses is not None and size % ulysses:
+        raise MemoConfigError(f"memo.ulysses_size: got {ulysses}; allowed: a number that divides {FIELD}, which is {size}")
+
+
+def set_up(model: nn.Module, size: int, ulysses: int | None = None) -> ModuleType:
+    """Make a Hugging Face model sequence-parallel over groups of `size` neighbouring ranks.
+
+    Other models in the process stay as they are. Every forward must then be given this rank's part of the tokens
+    (:func:`split`), and their ``position_ids`` where a row has several documents.
+
+    Args:
+        ulysses: ranks of a group that trade heads; what is left is a ring. None: chosen.
+
+    Returns:
+        What ``deepspeed.initialize`` takes as ``mpu``.
+
+    Raises:
+        MemoConfigError: the numbers do not fit together.
+        MemoError: the model cannot be made sequence-parallel.
+    """
+    from ds_memo.hf.sequence import Decoder  # imports Transformers
+
+    if not dist.is_initialized():
+        deepspeed.init_distributed()
+    check(size, ulysses, dist.get_world_size())
+    _make_groups(size)
+    group = parallel_state_sp.get_sequence_parallel_group()
+    _decoders[model] = Decoder(model, ranks_of(group, ulysses or _chosen(model, size)))
+    return parallel_state_sp
+
+
+def _chosen(model: nn.Module, size: int) -> int:
+    """Return the number of ranks that trade heads."""
+    config = getattr(model, "config", None)
+    config = config.get_text_config() if config is not None else None
+    heads = getattr(config, "num_attention_heads", None) or size  # a state-space model has none
+    key_heads = getattr(config, "num_key_value_heads", None) or heads
+    return max(
+        ulysses
+        for ulysses in range(1, size + 1)
+        if size % ulysses == 0 and heads % ulysses == 0 and (key_heads % ulysses == 0 or ulysses % key_heads == 0)
+    )
+
+
+def refuse_inexact(model: nn.Module, forward: Callable[..., Any]) -> None:
+    """Refuse a sequence-parallel model whose parts do not give what whole sequences give; all ranks call this together.
+
+    Args:
+        model: made so by :func:`set_up`, or by DeepSpeed's own function, as Accelerate calls it. Another is left alone.
+        forward: calls the model as training does.
+
+    Raises:
+        MemoError: the first module that differs, and by how much.
+    """
+    if (own := _decoders.get(model)) is not None:
+        sequence_probe.refuse_inexact(model, forward, own.ranks.group, own.whole, decoder=own)
+    elif (theirs := _registered_by_deepspeed(model)) is not None:
+        name, before = model.config._attn_implementation, dict(vars(theirs))
+        theirs.seq_length_is_variable, theirs.disable_in_eval = True, False
+        try:
+            plain = functools.partial(_replaced, name, theirs.attn)
+            sequence_probe.refuse_inexact(model, forward, theirs.process_group, plain, theirs.batch_size)
+        finally:
+            vars(theirs).update(before)
+
+
+def _registered_by_deepspeed(model: nn.Module) -> UlyssesSPAttentionHF | None:
+    """Return the attention that register_with_transformers has put in the table under this model's implementation, if any."""
+    name = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    if name is None or ranks_per_sequence() == 1:
+        return None
+    function = wrap_attention(name, lambda core: core)
+    theirs = inspect.getclosurevars(function).nonlocals.get("uattn") if inspect.isfunction(function) else None
+    return theirs if isinstance(theirs, UlyssesSPAttentionHF) else None
+
+
+@contextmanager
+def _replaced(name: str, attend: Callable[..., Any]) -> Iterator[None]:
+    before = wrap_attention(name, lambda _: attend)
+    try:
+        yield
+    finally:
+        wrap_attention(name, lambda _: before)
+
+
+def split(batches: Iterable[dict[str, Any]], device: torch.device, whole: bool = False) -> Iterator[dict[str, Any]]:
+    """Yield this rank's part of every sequence.
+
+    The ranks of a group each read batches of their own; all of the group then work on the first rank's, the second's, and so on,
+    until one of them has no more. Parts are as equal as they can be; any length will do.
+
+    Args:
+        batches: dicts with ``input_ids``, ``position_ids`` and ``labels``, each (b, s); ``labels[i]`` is the token after
+            ``input_ids[i]``, or -100. What has no dimension 1 of s tokens goes to all ranks as it is.
+        device: where the parts are wanted.
+        whole: cut labels alone, for a model with towers (images, audio), which takes whole sequences.
+
+    Returns:
+        The same dicts with (b, n), n = s / ranks, or one more on the first ranks.
+    """
+    group = parallel_state_sp.get_sequence_parallel_group()
+    ranks = dist.get_process_group_ranks(group)
+    for batch in _as_long_as_all(batches, group):
+        for rank in ranks:
+            said = [{name: _described(value) for name, value in batch.items()} if rank == dist.get_rank() else None]
+            dist.broadcast_object_list(said, rank, group=group, device=device)
+            assert said[0] is not None
+            length = said[0]["labels"].shape[1]
+            start, stop = contiguous(even(length, len(ranks)))[dist.get_rank(group)][0]
+            part = {}
+            for name, meta in said[0].items():
+                value = meta
+                if isinstance(meta, torch.Tensor):
+                    value = batch[name].to(device) if rank == dist.get_rank() else torch.empty_like(meta, device=device)
+                    dist.broadcast(value, rank, group=group)
+                    if meta.dim() > 1 and meta.shape[1] == length and (name == "labels" or not whole):
+                        value = value[:, start:stop].contiguous()
+                part[name] = value
+            yield part
+
+
+def _as_long_as_all(batches: Iterable[dict[str, Any]], group: dist.ProcessGroup) -> Iterator[dict[str, Any]]:
+    """Yield batches as long as each rank of the group has one."""
+    source = iter(batches)
+    while True:
+        batch = next(source, None)
+        have: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(have, batch is not None, group=group)
+        if batch is None or not all(have):
+            return
+        yield batch
+
+
+def _described(value: Any) -> Any:
+    """Return what stands for a value while ranks agree on shapes: a tensor without memory."""
+    return value.to("meta") if isinstance(value, torch.Tensor) else value
+
+
+def mean_over_ranks(loss: torch.Tensor, labels: torch.Tensor, engine: deepspeed.DeepSpeedEngine) -> torch.Tensor:
+    """The mean loss over whole sequences, from every rank's mean over its part, weighted by the labels that count.
+
+    Its gradient, as `engine` reduces it, is the one without sequence parallelism, under every ZeRO stage. (The loss of
+    DeepSpeed's tutorial, an all-gather that autograd follows, gives that under ZeRO-3 only; below, gradients are too large by
+    the size of the group. Adam hides it, clipping does not.)
+
+    Args:
+        loss: scalar, the mean over those of `labels` that are not -100.
+        labels: this rank's part, each the token to predict at that position.
+        engine: what runs the backward.
+    """
+    count = (labels != IGNORE).sum()
+    total = count.clone()
+    group = parallel_state_sp.get_sequence_parallel_group()
+    dist.all_reduce(total, group=group)
+    share = torch.where(count > 0, loss, torch.zeros_like(loss)) * (count / total.clamp(min=1))
+    return _SumOverRanks.apply(share, group, dist.get_world_size(group) if _divides_by_all_ranks(engine) else 1)
+
+
+class _SumOverRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, share: torch.Tensor, group: dist.ProcessGroup, factor: int) -> torch.Tensor:
+        ctx.factor = factor
+        total = share.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return grad * ctx.factor, None, None
+
+
+def _divides_by_all_ranks(engine: deepspeed.DeepSpeedEngine) -> bool:
+    """Return True if gradients are divided by the number of all ranks, not of groups, as ZeRO-3's reduce-scatter does.
+
+    Seen in DeepSpeed 0.19.8; should it learn of groups, its source will say so.
+    """
+    return engine.zero_optimization_stage() == 3 and not _reduce_scatter_knows_groups()
+
+
+@functools.cache
+def _reduce_scatter_knows_groups() -> bool:
+    reduce_scatter = DeepSpeedZeroOptimizer_Stage3._DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads
+    return "sequence_parallel" in inspect.getsource(reduce_scatter)
+
+
+def _make_groups(size: int) -> None:
+    """The process groups that DeepSpeed asks for; its own function makes them once per process."""
+    if parallel_state_sp._SEQUENCE_PARALLEL_GROUP is None:
+        parallel_state_sp.initialize_sequence_parallel(sequence_parallel_size=size)
+        device = torch.device(get_accelerator().device_name())
+        timeout = dist.group.WORLD._get_backend(device).options._timeout  # else a lost rank would be waited for half an hour
+        for group in (parallel_state_sp.get_sequence_parallel_group(), parallel_state_sp.get_sequence_data_parallel_group()):
+            dist.distributed_c10d._set_pg_timeout(timeout, group)
+    there = parallel_state_sp.get_sequence_parallel_world_size()
+    if there != size:
+        raise MemoError(f"{FIELD}: got {size}, but DeepSpeed's groups in this process are of {there} ranks; use one size")

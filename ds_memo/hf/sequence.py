@@ -1,0 +1,397 @@
+"""Sequence parallelism of a Hugging Face model: its attention, its masks, and where tokens enter and leave its text decoder.
+
+A caller gives each rank its part of every sequence, one rank after another, of any lengths. At the decoder's entrance the ranks tell
+each other their lengths and documents. Where these parts are not the ones that attention wants (a ring, lengths that do not divide),
+tokens move there, and hidden states move back at the exit. A model with towers, for images say, is given whole sequences on every
+rank: the tokens' places are filled first, then the entrance takes this rank's part.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._pytree import tree_map
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from ds_memo.errors import MemoError
+from ds_memo.hf.rotary import seen_by_rotary
+from ds_memo.sequence.attention import attend
+from ds_memo.sequence.exchange import move
+from ds_memo.sequence.masks import Mask
+from ds_memo.sequence.parts import PARTS, Parts, Pieces, contiguous, even
+from ds_memo.sequence.ranks import SequenceRanks
+
+FIELD = "sequence_parallel_size"
+NAME = "ds_memo_sequence"
+"""Of attention and masks in Transformers' tables."""
+_CHECKED = 256
+"""Longest part for which a mask is compared, value by value, with what it was taken for. The probe's are shorter."""
+_KNOWN = 8
+"""Forwards whose parts are remembered, so that the next one of the same lengths and documents has the same object."""
+
+_of_configs: dict[int, tuple[Any, str]] = {}
+"""Configurations of sequence-parallel models by id, and the attention that each named before. Other models may share them."""
+
+
+class _Thread(threading.local):
+    parallel = 0
+    """Forwards of sequence-parallel models under way."""
+
+
+_thread = _Thread()
+
+
+class Said(NamedTuple):
+    """What a rank tells the others of its part of a batch."""
+
+    rows: int
+    length: int
+    borders: tuple[tuple[int, ...], ...]
+    """By row, tokens whose position is not the one before plus 1."""
+    ends: tuple[tuple[int, int], ...]
+    """By row, the first and last position."""
+    longest: int
+    """Largest position plus 1."""
+    gap: str
+    """Where positions rise by more than 1, in words."""
+
+
+class Decoder:
+    """The text decoder of a sequence-parallel model.
+
+    Args:
+        model: the whole model. Its configuration names another attention from now on.
+    """
+
+    def __init__(self, model: nn.Module, ranks: SequenceRanks) -> None:
+        self.ranks = ranks
+        base = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+        if base is None:
+            raise MemoError(f"{FIELD}: {type(model).__name__} is no Hugging Face model; its attention and masks are not known")
+        if getattr(base.config, "is_encoder_decoder", False):
+            raise MemoError(
+                f"{FIELD}: {type(base).__name__} is an encoder and a decoder, and parts of the one do not belong to parts of the "
+                f'other. Use "{FIELD}": 1'
+            )
+        self.module = base.get_decoder()
+        self._base = base
+        self._modules = list(self.module.modules())
+        around = [module for module in base.modules() if self.module in module.modules()]
+        towers = set(base.modules()) - {*self._modules, *around}
+        self.takes_whole = any(isinstance(module, PreTrainedModel) for module in towers)
+        """True if it is given whole sequences on every rank: there are towers."""
+        self._signature = inspect.signature(self.module.forward)
+        self._rotary = seen_by_rotary(base.config.get_text_config())
+        self._known: dict[Any, Parts] = {}
+        self._positions: torch.Tensor | None = None
+        """Those that the model was called with. Some do not hand them on."""
+        self._leaving: list[tuple[list[Pieces], list[Pieces]]] = []
+        """Pieces as ranks hold them inside, and as a caller does, of the forward under way."""
+        self._is_off = False
+        _register()
+        for module in (*self._modules, *around):
+            if (config := getattr(module, "config", None)) is not None:
+                _take_over(module, config)
+        base.register_forward_pre_hook(self._before_model, with_kwargs=True)
+        base.register_forward_hook(self._behind_model, always_call=True)
+        self.module.register_forward_pre_hook(self._enter, with_kwargs=True)
+        self.module.register_forward_hook(self._leave)
+        self._hold(None)
+
+    def __deepcopy__(self, memo: dict) -> Decoder:
+        """A copy of the model is not sequence-parallel, and copies its hooks."""
+        return self
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Run on whole sequences inside the block, each rank for itself and by the attention that was there before."""
+        parts = vars(self.module)[PARTS]
+        self._is_off = True
+        self._hold(None)
+        try:
+            yield
+        finally:
+            self._is_off = False
+            self._hold(parts)
+
+    def _hold(self, parts: Parts | None) -> None:
+        """Note the parts that modules run on. A layer's state under memo has them."""
+        for module in self._modules:
+            vars(module)[PARTS] = parts
+
+    # ---- hooks
+
+    def _before_model(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        if module is self._base and not self._is_off:
+            _thread.parallel += 1
+            self._positions = kwargs.get("position_ids")
+
+    def _behind_model(self, module: nn.Module, args: tuple, output: Any) -> None:
+        if module is self._base and not self._is_off:
+            _thread.parallel -= 1
+            self._positions = None
+            self._leaving.clear()
+
+    def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+        """Learn how whole sequences lie on the ranks, and give the decoder this rank's part."""
+        if module is not self.module or self._is_off:
+            return None
+        given = _by_name(self._signature, args, kwargs)
+        tokens = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
+        if not isinstance(tokens, torch.Tensor) or tokens.dim() < 2:
+            raise MemoError(f"{FIELD} {self.ranks.size}: {type(module).__name__} was called without input_ids or inputs_embeds")
+        cache = given.get("past_key_values")
+        if cache is not None and cache.get_seq_length():
+            raise MemoError(f"{FIELD} {self.ranks.size}: a cache is of whole sequences; generate with a model that is not in parts")
+        if given.get("cu_seq_lens_q") is not None:
+            raise MemoError(
+                f"{FIELD} {self.ranks.size}: the model was called with cu_seq_lens_q, but a rank holds a part of each sequence. "
+                "Leave it out: position_ids that start again with each document say the same."
+            )
+        rows, length = tokens.shape[:2]
+        positions = given.get("position_ids", self._positions)
+        if self.takes_whole:
+            of_text = positions[0] if positions is not None and positions.dim() == 3 and len(positions) == 4 else positions
+            said = [_said(rows, length, of_text if of_text is not None and of_text.dim() == 2 else None)]
+        else:
+            if positions is not None and positions.dim() != 2:
+                raise MemoError(
+                    f"{FIELD} {self.ranks.size}: position_ids have the shape {tuple(positions.shape)}; expected (rows, tokens): this "
+                    "rank's part has positions of one axis"
+                )
+            said = self._from_all(_said(rows, length, positions))
+            self._refuse_lengths(said)
+        parts = self._parts(said)
+        if parts is not vars(module)[PARTS]:
+            self._hold(parts)
+        callers = contiguous(even(length, self.ranks.size) if self.takes_whole else [one.length for one in said])
+        if "position_ids" in self._signature.parameters and positions is None:
+            first = 0 if self.takes_whole else callers[self.ranks.number][0][0] if callers[self.ranks.number] else 0
+            positions = torch.arange(first, first + length, device=tokens.device)[None]
+        if positions is not None and "position_ids" in self._signature.parameters:
+            given["position_ids"] = positions
+        if self.takes_whole:
+            given = {name: _own(value, rows, length, parts) for name, value in given.items()}
+        elif callers != parts.all_pieces:
+            given = {name: self._moved(value, length, callers, parts) for name, value in given.items()}
+        else:  # the caller may write to theirs before a replay looks
+            given = {name: value.clone() if value is positions else value for name, value in given.items()}
+        if callers != parts.all_pieces:
+            self._leaving.append((parts.all_pieces, callers))
+        return (), given
+
+    def _leave(self, module: nn.Module, args: tuple, output: Any) -> Any:
+        """Give hidden states back as the caller's parts lie."""
+        if module is not self.module or self._is_off or not self._leaving:
+            return output
+        inside, callers = self._leaving.pop()
+        own = vars(module)[PARTS].own
+
+        def back(value: Any) -> Any:
+            is_hidden = isinstance(value, torch.Tensor) and value.dim() == 3 and value.shape[1] == own
+            return move(value, inside, callers, self.ranks.group) if is_hidden else value
+
+        return tree_map(back, output)
+
+    def _moved(self, value: Any, length: int, callers: list[Pieces], parts: Parts) -> Any:
+        if not (isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[1] == length):
+            return value
+        return move(value, callers, parts.all_pieces, self.ranks.group)
+
+    def _from_all(self, mine: Said) -> list[Said]:
+        said: list[Any] = [None] * self.ranks.size
+        dist.all_gather_object(said, mine, group=self.ranks.host_group)
+        if gap := next((f"rank {rank}: {one.gap}" for rank, one in enumerate(said) if one.gap), ""):
+            raise MemoError(gap)
+        if any(one.rows != mine.rows for one in said):
+            came = ", ".join(f"{one.rows} x {one.length} on rank {rank}" for rank, one in enumerate(said))
+            raise MemoError(
+                f"{FIELD} {self.ranks.size}: the ranks of a sequence came with batches of unequal size (rows x tokens: {came}); "
+                "expected as many rows. Let UlyssesSPDataLoaderAdapter or ds_memo.deepspeed.sequence.split cut batches"
+            )
+        return said
+
+    def _refuse_lengths(self, said: Sequence[Said]) -> None:
+        if self._rotary is None:
+            return
+        kind, seen = self._rotary
+        lengths = [one.longest for one in said]
+        if len(set(map(seen, lengths))) > 1:
+            raise MemoError(
+                f'{FIELD} {self.ranks.size}: frequencies of rotary embeddings of type "{kind}" depend on the length that a rank '
+                f"sees, and the parts of this sequence go up to {', '.join(map(str, lengths))}: each rank would take others. "
+                f'Use "{FIELD}": 1, or a rope_type without lengths ("yarn", "linear")'
+            )
+
+    def _parts(self, said: Sequence[Said]) -> Parts:
+        key = sum(one.length for one in said), _documents(said)
+        if key not in self._known:
+            if len(self._known) == _KNOWN:
+                del self._known[next(iter(self._known))]
+            self._known[key] = Parts(self.ranks, *key)
+        return self._known[key]
+
+
+def _said(rows: int, length: int, positions: torch.Tensor | None) -> Said:
+    """Read a part's positions (rows or 1, n). Copies a byte per token to the host and waits for it."""
+    if positions is None or not length:
+        return Said(rows, length, ((),), ((-1, -1),), 0, "")
+    steps = positions.diff(dim=1).clamp(0, 2).to(torch.uint8).cpu()
+    gap = ""
+    if (steps == 2).any():
+        row, token = (steps == 2).nonzero()[0].tolist()
+        before, after = positions[row, token : token + 2].tolist()
+        gap = (
+            f"position_ids of row {row} rise from {before} to {after} at token {token + 1}; expected steps of 1, or a fall where "
+            "a document begins. Whether a gap is a border cannot be told: number each document without gaps"
+        )
+    borders = tuple(tuple(((row != 1).nonzero().flatten() + 1).tolist()) for row in steps)
+    ends = tuple(map(tuple, positions[:, [0, -1]].tolist()))
+    return Said(rows, length, borders, ends, int(positions.max()) + 1, gap)  # type: ignore[arg-type]
+
+
+def _documents(said: Sequence[Said]) -> tuple[tuple[int, ...], ...]:
+    """Return for each row of whole sequences the first token of each document. Without positions a row is one document.
+
+    Raises:
+        MemoError: positions rise by more than one from one part to the next.
+    """
+    rows = max(len(one.borders) for one in said)
+    starts: list[list[int]] = [[0] for _ in range(rows)]
+    for row, found in enumerate(starts):
+        passed, before = 0, None
+        for rank, one in enumerate(said):
+            if not one.length:
+                continue
+            (first, last), borders = (of_rows[row % len(of_rows)] for of_rows in (one.ends, one.borders))
+            if before is not None and first > before + 1:
+                raise MemoError(
+                    f"position_ids of row {row} rise from {before} to {first} between the parts of ranks {rank - 1} and {rank}; "
+                    "expected steps of 1, or a fall where a document begins"
+                )
+            if before is not None and first != before + 1:
+                found.append(passed)
+            found += [passed + border for border in borders]
+            passed, before = passed + one.length, last if one.ends != ((-1, -1),) else None
+    return tuple(map(tuple, starts))
+
+
+def _own(value: Any, rows: int, length: int, parts: Parts) -> Any:
+    """Return this rank's part of an argument with whole sequences, which may lie in dicts, lists and tuples."""
+
+    def cut(tensor: Any) -> Any:
+        if not isinstance(tensor, torch.Tensor):
+            return tensor
+        dim = 1 if tensor.dim() > 1 and tensor.shape[:2] in ((rows, length), (1, length)) else tensor.dim() - 1
+        if tensor.dim() < 2 or tensor.shape[dim] != length:
+            return tensor
+        if parts.length > length:
+            tensor = torch.cat([tensor, tensor.new_zeros(*tensor.shape[:dim], parts.length - length, *tensor.shape[dim + 1 :])], dim)
+        return parts.own_of(tensor, dim)
+
+    return tree_map(cut, value)
+
+
+def _by_name(signature: inspect.Signature, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    given: dict[str, Any] = {}
+    for name, value in signature.bind_partial(*args, **kwargs).arguments.items():
+        if signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
+            given |= value
+        else:
+            given[name] = value
+    return given
+
+
+# ---- Transformers' tables
+
+
+def _take_over(module: nn.Module, config: Any) -> None:
+    """Have a module ask for our attention and masks."""
+    if id(config) not in _of_configs:
+        _of_configs[id(config)] = config, config._attn_implementation or "eager"
+        config._attn_implementation_internal = NAME  # not the property, which would set those of towers, too
+
+
+@functools.cache
+def _register() -> None:
+    AttentionInterface.register(NAME, _attend)
+    AttentionMaskInterface.register(NAME, _mask)
+    found = masking_utils.find_packed_sequence_indices
+    # Documents are found at the entrance.
+    masking_utils.find_packed_sequence_indices = lambda positions: None if _thread.parallel else found(positions)
+
+
+def _attend(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any = None, **kwargs: Any) -> Any:
+    parts = vars(module).get(PARTS)
+    if parts is not None:
+        return attend(module, query, key, value, mask, parts, **kwargs)
+    name = _of_configs[id(module.config)][1]
+    if name == "eager":
+        attention = sys.modules[type(module).__module__].eager_attention_forward
+    else:
+        attention = ALL_ATTENTION_FUNCTIONS[name]
+    return attention(module, query, key, value, mask, **kwargs)
+
+
+def _ranks(module: nn.Module) -> int:
+    parts = vars(module).get(PARTS)
+    return 1 if parts is None else parts.ranks.ulysses
+
+
+_attend.ranks = _ranks  # type: ignore[attr-defined]  # see tiles.attention_call.AttentionCall.ranks
+
+
+def _mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    mask_function: Any,
+    config: Any,
+    local_size: int | None = None,
+    **others: Any,
+) -> Any:
+    """Stand for a mask in Transformers' table."""
+    if not _thread.parallel:
+        named = {"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length, "mask_function": mask_function}
+        interface = ALL_MASK_ATTENTION_FUNCTIONS[_of_configs[id(config)][1]]
+        return interface(**named, config=config, **({} if local_size is None else {"local_size": local_size}), **others)
+
+    def sees(query: int, key: int) -> bool:
+        return bool(torch.as_tensor(mask_function(0, 0, torch.tensor(query), torch.tensor(key))))
+
+    if local_size is not None:
+        mask = Mask("window" if sees(local_size, local_size - 1) else "chunk", local_size)
+    else:
+        mask = Mask("both" if sees(0, 1) else "causal")
+    if q_length <= _CHECKED:
+        _compare(mask, mask_function, batch_size, q_length)
+    return mask
+
+
+def _compare(mask: Mask, mask_function: Any, rows: int, length: int) -> None:
+    """Refuse a mask that is not what it was taken for."""
+    query, key = torch.arange(length)[:, None], torch.arange(length)
+    want = {
+        "causal": key <= query,
+        "both": key >= 0,
+        "window": (key <= query) & (key > query - mask.size),
+        "chunk": (key <= query) & (key // max(1, mask.size) == query // max(1, mask.size)),
+    }[mask.kind]
+    for row in range(rows):
+        got = torch.as_tensor(mask_function(row, 0, query, key)).expand(length, length)
+        if not torch.equal(got.cpu(), want.expand(length, length)):
+            raise MemoError(
+                f"{FIELD}: the model makes a mask that is no interval of keys for each query, or another one than parts of a "
+                f'sequence can be given ({mask.kind} was expected). Use "{FIELD}": 1'
+            )
