@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from ds_memo.sequence import masks
 from ds_memo.sequence.exchange import index
@@ -28,19 +29,19 @@ LOGITS = 2**21
 """Queries × keys of a block, per head, where logits are tensors."""
 
 Span = tuple[int, int]
-Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Three = tuple[Tensor, Tensor, Tensor]
 """Of queries, keys and values."""
 
 
 def forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     bands: Sequence[Band],
     scale: float,
     softcap: float = 0.0,
     shared: tuple[int, ...] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Return output (b, s, h, e) and log-sum-exp (b, h, s) over the keys of these bands. A query without a band has 0 and -inf.
 
     Args:
@@ -68,7 +69,7 @@ def forward(
     return out.to(q.dtype), lse
 
 
-def merge(out: torch.Tensor, lse: torch.Tensor, more_out: torch.Tensor, more_lse: torch.Tensor) -> None:
+def merge(out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor) -> None:
     """Add attention to other keys to `out` (b, s, h, e), which is in the accumulator's dtype, and `lse` (b, h, s), in place."""
     total = torch.logaddexp(lse, more_lse)
     finite = total.masked_fill(total == -math.inf, 0)  # -inf - -inf is NaN
@@ -78,12 +79,12 @@ def merge(out: torch.Tensor, lse: torch.Tensor, more_out: torch.Tensor, more_lse
 
 
 def backward(
-    grad: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
     bands: Sequence[Band],
     scale: float,
     softcap: float = 0.0,
@@ -116,13 +117,11 @@ def backward(
     return dq, dk, dv
 
 
-def _forward(kernel: Kernel, qkv: Three, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+def _forward(kernel: Kernel, qkv: Three, call: Call) -> tuple[Tensor, Tensor]:
     return kernel.forward(_parts(qkv, call), call)
 
 
-def _backward(
-    kernel: Kernel, grad: torch.Tensor, qkv: Three, out: torch.Tensor, lse: torch.Tensor, call: Call
-) -> Sequence[torch.Tensor]:
+def _backward(kernel: Kernel, grad: Tensor, qkv: Three, out: Tensor, lse: Tensor, call: Call) -> Sequence[Tensor]:
     grad, out, lse = (_part(x, call.row, call.queries) for x in (grad, out, lse.transpose(1, 2)))
     return kernel.backward(grad, _parts(qkv, call), out, lse.transpose(1, 2), call)
 
@@ -132,18 +131,18 @@ def _parts(qkv: Three, call: Call) -> Three:
     return _part(q, call.row, call.queries), _part(k, call.row, call.keys), _part(v, call.row, call.keys)
 
 
-def _part(x: torch.Tensor, row: int | None, tokens: Span) -> torch.Tensor:
+def _part(x: Tensor, row: int | None, tokens: Span) -> Tensor:
     return x[slice(None) if row is None else slice(row, row + 1), slice(*tokens)]
 
 
-def _accumulator(x: torch.Tensor) -> torch.dtype:
+def _accumulator(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 # Key heads that query heads share
 
 
-def _repeats(kernel: Kernel, q: torch.Tensor, k: torch.Tensor, shared: tuple[int, ...] | None) -> bool:
+def _repeats(kernel: Kernel, q: Tensor, k: Tensor, shared: tuple[int, ...] | None) -> bool:
     even = shared is None or shared == _evenly(q.shape[2], k.shape[2])
     return not even or (q.shape[2] != k.shape[2] and not kernel.shares_heads)
 
@@ -161,7 +160,7 @@ def _repeated(kernel: Kernel, qkv: Three, shared: tuple[int, ...] | None) -> Thr
     return q, k.index_select(2, of_query), v.index_select(2, of_query)
 
 
-def _by_key_head(grad: torch.Tensor, keys: int, shared: tuple[int, ...] | None) -> torch.Tensor:
+def _by_key_head(grad: Tensor, keys: int, shared: tuple[int, ...] | None) -> Tensor:
     if shared is None:
         return grad.unflatten(2, (keys, -1)).sum(3, dtype=_accumulator(grad))
     total = grad.new_zeros(*grad.shape[:2], keys, grad.shape[3], dtype=_accumulator(grad))
@@ -200,7 +199,7 @@ class Work(NamedTuple):
     """True if no query is in two calls."""
     keys_once: bool
 
-    def laid(self, *tensors: torch.Tensor) -> Any:
+    def laid(self, *tensors: Tensor) -> Any:
         return tuple(x.flatten(0, 1)[None] for x in tensors) if self.flat else tensors
 
 
@@ -219,19 +218,51 @@ def _once(spans: Sequence[tuple[int | None, Span]]) -> bool:
     return all(row != other or stop <= start for (row, (_, stop)), (other, (start, _)) in itertools.pairwise(ordered))
 
 
-def cut(band: Band, block: int) -> Iterator[Band]:
-    """Yield a band's blocks of queries, each with the keys that it can see."""
+def joined(bands: Sequence[Band], bottom_right: bool = False) -> list[Band]:
+    """Return fewer bands: of neighbours that see all keys one, as around a ring in zigzag.
+
+    Args:
+        bottom_right: join keys that all queries see to a triangle behind them, too.
+    """
+    found: list[Band] = []
+    for band in bands:
+        last = found[-1] if found else None
+        if last and last.row == band.row and (last.before, last.after, band.before) == (None, None, None):
+            queries, keys = (last.queries[0], band.queries[1]), (last.keys[0], band.keys[1])
+            if last.queries == band.queries and last.keys[1] == band.keys[0] and (band.after is None or bottom_right):
+                after = None if band.after is None else band.after + last.keys[1] - last.keys[0]
+                found[-1] = Band(band.row, queries, keys, None, after)
+                continue
+            if last.keys == band.keys and last.queries[1] == band.queries[0] and band.after is None:
+                found[-1] = Band(band.row, queries, keys, None, None)
+                continue
+        found.append(band)
+    return found
+
+
+def cut(band: Band, block: int, first: int | None = None) -> Iterator[Band]:
+    """Yield a band's blocks of queries, each with the keys that it can see.
+
+    Args:
+        first: queries of the first block, if not `block`.
+    """
     q0, q1 = band.queries
     moved = q0 - band.keys[0]
     before = None if band.before is None else band.before + moved
     after = None if band.after is None else band.after - moved
-    borders = [0, *range(q0, q1, block), q1] if q0 else [*range(q0, q1, block), q1]
-    blocks = tuple(itertools.pairwise(borders))
-    return masks.bands(band.row, [masks.Run(band.queries, band.keys, before, after)], blocks, ((0, band.keys[1]),))
+    borders = sorted({0, q0, q1, *range(q0 + (first or block), q1, block)})
+    run = masks.Run(band.queries, band.keys, before, after)
+    return masks.bands(band.row, [run], tuple(itertools.pairwise(borders)), ((0, band.keys[1]),))
+
+
+def _square(band: Band) -> Iterator[Band]:
+    """Cut off queries that see all keys: flash attention drops a right window of more than the keys, counted from the last."""
+    n, m = (stop - start for start, stop in (band.queries, band.keys))
+    return cut(band, n, None if band.after is None else min(n, m - band.after))
 
 
 def side_by_side(bands: Sequence[Band], s: int, t: int) -> list[Call]:
-    """Return calls of flash attention. One takes bands that follow each other along queries and keys and can have the same windows.
+    """Return calls of flash attention. One takes bands that follow each other, along queries and keys, and can have equal windows.
 
     Its query i of n sees key j of m if i + m - n - left <= j <= i + m - n + right.
     """
@@ -263,7 +294,7 @@ def side_by_side(bands: Sequence[Band], s: int, t: int) -> list[Call]:
 # Kernels
 
 
-def _kernel(q: torch.Tensor, v: torch.Tensor, scale: float, softcap: float) -> Kernel:
+def _kernel(q: Tensor, v: Tensor, scale: float, softcap: float) -> Kernel:
     if softcap:
         return Math(scale, softcap)
     if q.device.type == "cpu":
@@ -281,33 +312,32 @@ class Kernel:
     scale: float
     softcap: float = 0.0
     shares_heads = False
+    """True if it knows that neighbouring query heads share a key head."""
+    bottom_right = False
+    """True if it needs no mask for keys that all queries see before those of a triangle."""
 
     def calls(self, bands: Sequence[Band], rows: int, s: int, t: int) -> list[Call]:
         """Return the calls for these bands, in a batch of `rows` rows with `s` queries and `t` keys."""
-        blocks = (block for band in bands for block in ([band] if _plain(band) else cut(band, BLOCK)))
+        blocks = (block for band in joined(bands) for block in ([band] if _plain(band) else cut(band, BLOCK)))
         return [Call(block.row, block.queries, block.keys, (block.before, block.after)) for block in blocks]
 
-    def forward(self, qkv: Three, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, qkv: Three, call: Call) -> tuple[Tensor, Tensor]:
         """Return output and log-sum-exp of a call, given its part of q, k and v."""
         raise NotImplementedError
 
-    def backward(
-        self, grad: torch.Tensor, qkv: Three, out: torch.Tensor, lse: torch.Tensor, call: Call
-    ) -> Sequence[torch.Tensor]:
+    def backward(self, grad: Tensor, qkv: Three, out: Tensor, lse: Tensor, call: Call) -> Sequence[Tensor]:
         """Return the gradients of the call's part, by its queries' global `out` and `lse`."""
         raise NotImplementedError
 
 
 class Cpu(Kernel):
-    def forward(self, qkv: Three, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, qkv: Three, call: Call) -> tuple[Tensor, Tensor]:
         q, k, v = (x.transpose(1, 2) for x in _padded(_one_size(qkv), qkv))
         causal, bias = _mask(call, qkv[0])
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=bias, scale=self.scale)
         return out.transpose(1, 2)[..., : qkv[2].shape[3]], lse
 
-    def backward(
-        self, grad: torch.Tensor, qkv: Three, out: torch.Tensor, lse: torch.Tensor, call: Call
-    ) -> Sequence[torch.Tensor]:
+    def backward(self, grad: Tensor, qkv: Three, out: Tensor, lse: Tensor, call: Call) -> Sequence[Tensor]:
         heads = [x.contiguous().transpose(1, 2) for x in _padded(_one_size(qkv), (grad, *qkv, out))]
         causal, bias = _mask(call, qkv[0])
         lse = lse.transpose(1, 2).contiguous().transpose(1, 2)  # the kernel reads it as its forward lays it out
@@ -320,16 +350,14 @@ class Cpu(Kernel):
 class Efficient(Kernel):
     """CUDA, in any dtype but float64 and with heads of any size. Sizes are multiples of 16 bytes, also a mask's."""
 
-    def forward(self, qkv: Three, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, qkv: Three, call: Call) -> tuple[Tensor, Tensor]:
         q, k, v = (x.transpose(1, 2) for x in _padded(_one_size(qkv), qkv))
         causal, bias = _mask(call, qkv[0])
         bias = None if bias is None else bias.expand(*q.shape[:3], -1)
         out, lse, *_ = aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, 0.0, causal, scale=self.scale)
         return out.transpose(1, 2)[..., : qkv[2].shape[3]], lse[..., : q.shape[2]]  # it has a multiple of 32
 
-    def backward(
-        self, grad: torch.Tensor, qkv: Three, out: torch.Tensor, lse: torch.Tensor, call: Call
-    ) -> Sequence[torch.Tensor]:
+    def backward(self, grad: Tensor, qkv: Three, out: Tensor, lse: Tensor, call: Call) -> Sequence[Tensor]:
         grad, q, k, v, out = (x.transpose(1, 2) for x in _padded(_one_size(qkv), (grad, *qkv, out)))
         causal, bias = _mask(call, qkv[0])
         bias = None if bias is None else bias.expand(*q.shape[:3], -1)
@@ -344,15 +372,15 @@ class Efficient(Kernel):
 class Flash(Kernel):
     """CUDA in half precision: windows without masks, and bands side by side in one call."""
 
-    shares_heads = True
+    shares_heads = bottom_right = True
 
     def calls(self, bands: Sequence[Band], rows: int, s: int, t: int) -> list[Call]:
-        single = [side_by_side([band], s, t)[0]._replace(borders=None) for band in bands]
+        bands = [part for band in joined(bands, self.bottom_right) for part in _square(band)]
         if all(band.row is None for band in bands) and len(side_by_side(bands, s, t)) == len(bands):
-            return single
+            return [side_by_side([band], s, t)[0]._replace(borders=None) for band in bands]
         return side_by_side([band._replace(row=r) for r in range(rows) for band in bands if band.row in (None, r)], s, t)
 
-    def forward(self, qkv: Three, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, qkv: Three, call: Call) -> tuple[Tensor, Tensor]:
         q, k, v = _padded(_one_size(qkv), qkv)
         if call.borders is None:
             out, lse, *_ = aten._flash_attention_forward(q, k, v, *self._how(call, q, k), False, **self._windows(call))
@@ -361,9 +389,7 @@ class Flash(Kernel):
             out, lse = out[None], lse[None]
         return out[..., : qkv[2].shape[3]], lse
 
-    def backward(
-        self, grad: torch.Tensor, qkv: Three, out: torch.Tensor, lse: torch.Tensor, call: Call
-    ) -> Sequence[torch.Tensor]:
+    def backward(self, grad: Tensor, qkv: Three, out: Tensor, lse: Tensor, call: Call) -> Sequence[Tensor]:
         grad, q, k, v, out = _padded(_one_size(qkv), (grad, *qkv, out))
         how, seed = self._how(call, q, k), torch.empty(2, dtype=torch.uint64, device=q.device)  # of dropout: not read
         given = grad, q, k, v, out, lse.contiguous()
@@ -374,7 +400,7 @@ class Flash(Kernel):
             grads = [x[None] for x in of_tokens]
         return [x[..., : like.shape[3]] for x, like in zip(grads, qkv, strict=True)]
 
-    def _how(self, call: Call, q: torch.Tensor, k: torch.Tensor) -> tuple[Any, ...]:
+    def _how(self, call: Call, q: Tensor, k: Tensor) -> tuple[Any, ...]:
         """Return the arguments from borders to is_causal."""
         places = (None, None, q.shape[1], k.shape[1]) if call.borders is None else _sequences(call.borders, q.device)
         return *places, 0.0, call.limits == (None, 0)
@@ -390,22 +416,20 @@ class Math(Kernel):
         blocks = (block for band in bands for block in cut(band, max(16, LOGITS // (band.keys[1] - band.keys[0]))))
         return [Call(block.row, block.queries, block.keys, (block.before, block.after)) for block in blocks]
 
-    def forward(self, qkv: Three, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, qkv: Three, call: Call) -> tuple[Tensor, Tensor]:
         logits, _ = self._logits(qkv, call)
         lse = logits.logsumexp(-1)
         out = (logits - lse[..., None]).exp_() @ qkv[2].transpose(1, 2).to(logits.dtype)
         return out.transpose(1, 2).to(qkv[0].dtype), lse
 
-    def backward(
-        self, grad: torch.Tensor, qkv: Three, out: torch.Tensor, lse: torch.Tensor, call: Call
-    ) -> Sequence[torch.Tensor]:
+    def backward(self, grad: Tensor, qkv: Three, out: Tensor, lse: Tensor, call: Call) -> Sequence[Tensor]:
         logits, slope = self._logits(qkv, call)
         shares = (logits - lse[..., None]).exp_()
         grad, q, k, v, out = (x.transpose(1, 2).to(logits.dtype) for x in (grad, *qkv, out))
         inner = shares * (grad @ v.mT - (grad * out).sum(-1, keepdim=True)) * slope
         return [x.transpose(1, 2) for x in (inner @ k, inner.mT @ q, shares.mT @ grad)]
 
-    def _logits(self, qkv: Three, call: Call) -> tuple[torch.Tensor, torch.Tensor | float]:
+    def _logits(self, qkv: Three, call: Call) -> tuple[Tensor, Tensor | float]:
         """Return logits, and their slopes by the products of queries and keys."""
         q, k, _ = (x.transpose(1, 2).to(_accumulator(x)) for x in qkv)
         logits, slope = q @ k.mT * self.scale, self.scale
@@ -425,13 +449,13 @@ def _causal(limits: tuple[int | None, int | None], queries: Span, keys: Span) ->
     return limits == (None, 0) and queries[1] - queries[0] == keys[1] - keys[0]
 
 
-def _mask(call: Call, like: torch.Tensor) -> tuple[bool, torch.Tensor | None]:
+def _mask(call: Call, like: Tensor) -> tuple[bool, Tensor | None]:
     """Return is_causal, and a mask for what it does not say."""
     causal = _causal(call.limits, call.queries, call.keys)
     return causal, None if causal or call.limits == (None, None) else _bias(call, like)
 
 
-def _bias(call: Call, like: torch.Tensor) -> torch.Tensor:
+def _bias(call: Call, like: Tensor) -> Tensor:
     """Return what to add to logits (queries, keys), in steps of 16 columns as kernels want them."""
     n, m = call.queries[1] - call.queries[0], call.keys[1] - call.keys[0]
     distance = torch.arange(m + -m % 16, device=like.device) - torch.arange(n, device=like.device)[:, None]
@@ -450,12 +474,12 @@ def _one_size(qkv: Three) -> int:
     return size + -size % 8
 
 
-def _padded(size: int, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _padded(size: int, tensors: Sequence[Tensor]) -> list[Tensor]:
     return [x if x.shape[3] == size else F.pad(x, (0, size - x.shape[3])) for x in tensors]
 
 
 @functools.lru_cache(maxsize=256)
-def _sequences(borders: tuple[tuple[int, ...], ...], device: torch.device) -> tuple[torch.Tensor | int, ...]:
+def _sequences(borders: tuple[tuple[int, ...], ...], device: torch.device) -> tuple[Tensor | int, ...]:
     """Return borders on the device, and the longest sequences. Cached: no call copies them to the device."""
     tensors = [torch.tensor(side, dtype=torch.int32, device=device) for side in borders]
     return *tensors, *(max(stop - start for start, stop in itertools.pairwise(side)) for side in borders)

@@ -83,11 +83,10 @@ def ring_of(
 
 
 def error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the largest difference by the largest value. Infinities are equal or NaN."""
     assert found.shape == expected.shape
-    same = (found == expected) | (found.isinf() & expected.isinf())
-    return float(
-        (found.double() - expected).masked_fill(same, 0).abs().max() / expected.masked_fill(expected.isinf(), 0).abs().max()
-    )
+    finite = expected.masked_fill(expected.isinf(), 0)
+    return ((found.double() - expected).masked_fill(found == expected, 0).abs().max() / finite.abs().max()).item()
 
 
 def differences(
@@ -106,7 +105,7 @@ def differences(
     seen = visible(parts_of(0), mask, rows)
     out, lse = reference(q, k, v, seen, 0.3, softcap, key_of)
     grads = torch.autograd.grad(out, (q, k, v), inputs[3].double())
-    whole = [out.detach(), lse.detach(), *grads]
+    whole = [x.detach() for x in (out, lse, *grads)]
     total = [torch.zeros_like(x) for x in whole]
     for own in range(ring):
         parts = parts_of(own)
@@ -226,13 +225,15 @@ def test_blocks_have_the_keys_that_they_see() -> None:
 
 
 def documented(calls: list[Call], rows: int, s: int, t: int) -> torch.Tensor:
-    """Return how often each query is given each key, as flash attention documents its arguments: windows from the bottom right."""
+    """Return how often each query is given each key, where flash attention counts windows from the bottom right."""
     flat = any(call.borders for call in calls)
     counts = torch.zeros((1, rows * s, rows * t) if flat else (rows, s, t), dtype=torch.int)
     for call in calls:
         left, right = (math.inf if limit is None else limit for limit in call.limits)
         assert min(left, right) >= 0  # a negative one would mean: no limit
         ends = call.borders or ((0, call.queries[1] - call.queries[0]), (0, call.keys[1] - call.keys[0]))
+        longest = max(b - a for a, b in zip(ends[1], ends[1][1:], strict=False))
+        left, right = (math.inf if limit >= longest else limit for limit in (left, right))  # as flash_api.cpp has it
         assert (ends[0][-1], ends[1][-1]) == (call.queries[1] - call.queries[0], call.keys[1] - call.keys[0])
         for q0, q1, k0, k1 in zip(ends[0], ends[0][1:], ends[1], ends[1][1:], strict=False):
             i, j = torch.arange(q1 - q0)[:, None] + (k1 - k0) - (q1 - q0), torch.arange(k1 - k0)
@@ -290,10 +291,8 @@ def test_rows_end_to_end_give_what_rows_give(monkeypatch: pytest.MonkeyPatch) ->
             ]
 
         def forward(self, qkv: Any, call: Call) -> Any:
-            outs = [
-                Math(self.scale).forward(kernels._parts(kernels._repeated(Math(1.0), qkv, None), part), part)
-                for part in self.each(call)
-            ]
+            qkv = kernels._repeated(Math(1.0), qkv, None)
+            outs = [Math(self.scale).forward(kernels._parts(qkv, part), part) for part in self.each(call)]
             return torch.cat([out for out, _ in outs], 1), torch.cat([lse for _, lse in outs], 2)
 
     assert Side.calls is Flash.calls
