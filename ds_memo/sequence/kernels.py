@@ -434,7 +434,8 @@ def _bias(call: Call, like: Tensor) -> Tensor | None:
 def _within_windows(band: Band) -> Iterator[Band]:
     """Cut off the queries that see all keys if there are many: flash attention takes a right window of all keys for none."""
     n, m = (stop - start for start, stop in (band.queries, band.keys))
-    return cut(band, n, m - band.after if band.after is not None and band.after - m + n >= m else None)
+    many = band.after is not None and band.after - m + n >= m
+    return cut(band, n, max(0, m - band.after) if many else None)
 
 
 @functools.lru_cache(maxsize=256)

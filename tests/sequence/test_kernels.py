@@ -264,6 +264,52 @@ def test_flash_windows_show_each_key_once(mask: Mask) -> None:
                     assert torch.equal(counts, expected.int())
 
 
+def random_band(rng: random.Random, s: int, t: int) -> tuple[Band, torch.Tensor]:
+    """Return a band that keeps what bands promise: each query sees a key, and each key is seen. And what it shows."""
+    while True:
+        q0, q1 = sorted(rng.sample(range(s + 1), 2))
+        k0, k1 = sorted(rng.sample(range(t + 1), 2))
+        before, after = (rng.choice([None, rng.randrange(max(s, t))]) for _ in range(2))
+        a, c = torch.arange(q1 - q0)[:, None], torch.arange(k1 - k0)
+        seen = torch.ones(q1 - q0, k1 - k0, dtype=torch.bool)
+        if before is not None:
+            seen &= a - before <= c
+        if after is not None:
+            seen &= c <= a + after
+        if seen.any(0).all() and seen.any(1).all():
+            whole = torch.zeros(1, s, t, dtype=torch.bool)
+            whole[0, q0:q1, k0:k1] = seen
+            return Band(None, (q0, q1), (k0, k1), before, after), whole
+
+
+def test_any_band() -> None:
+    rng = random.Random(0)
+    for _ in range(300):
+        s, t = rng.randrange(1, 30), rng.randrange(1, 30)
+        band, seen = random_band(rng, s, t)
+        for bands, expected in (([band], seen), ([band._replace(row=1)], torch.cat([seen & False, seen]))):
+            rows = len(expected)
+            assert torch.equal(documented(Flash(1.0).calls(bands, rows, s, t), rows, s, t), expected.int())
+        q, k, v, grad = (torch.randn(1, n, 1, 8, dtype=torch.float64, requires_grad=True) for n in (s, t, t, s))
+        out, lse = forward(q.detach(), k.detach(), v.detach(), [band], 0.3)
+        expected_out, expected_lse = reference(q, k, v, seen, 0.3, 0.0, [0])
+        assert torch.allclose(out, expected_out, atol=EXACT) and torch.allclose(lse, expected_lse, atol=EXACT)
+        given = [x.detach() for x in (grad, q, k, v, out, lse)]
+        for got, expected in zip(backward(*given, [band], 0.3), torch.autograd.grad(expected_out, (q, k, v), grad), strict=True):
+            assert torch.allclose(got, expected, atol=EXACT)
+
+
+def test_bands_around_a_ring_in_zigzag_are_joined() -> None:
+    triangle, wide = Band(None, (0, 4), (0, 4), None, 0), Band(None, (4, 8), (0, 4), None, None)
+    second = Band(None, (4, 8), (4, 8), None, 0)
+    assert kernels.joined([triangle, wide, second], bottom_right=True) == [triangle, Band(None, (4, 8), (0, 8), None, 4)]
+    assert kernels.joined([triangle, wide, second]) == [triangle, wide, second]
+    assert kernels.joined([wide._replace(queries=(0, 4)), wide]) == [Band(None, (0, 8), (0, 4), None, None)]
+    assert kernels.joined([wide, wide._replace(keys=(4, 8))]) == [Band(None, (4, 8), (0, 8), None, None)]
+    apart = [wide, wide._replace(keys=(5, 8))], [wide, wide._replace(row=1, keys=(4, 8))], [triangle, wide]
+    assert all(kernels.joined(bands) == bands for bands in apart)
+
+
 @pytest.mark.parametrize("documents", [[[0, 10, 11, 30]], [[0, 10, 11, 30], [0], [0, 1, 2, 3]]], ids=["alike", "different"])
 @pytest.mark.parametrize("mask", [Mask(), Mask("window", 9)], ids=lambda mask: mask.kind)
 def test_packed_rows_are_one_flash_call(documents: list[list[int]], mask: Mask) -> None:
