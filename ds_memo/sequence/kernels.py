@@ -1,0 +1,445 @@
+"""Attention of one rank's queries and one ring number's keys: PyTorch's kernels, called for the bands of a plan.
+
+Tensors are token-major: queries (b, s, h, d), keys (b, t, hk, d), values (b, t, hk, e). Log-sum-exp is (b, h, s) in the
+*accumulator's* dtype: float64 for float64, else float32. No mask of s × t is made. Flash attention knows windows. For other
+kernels a band is cut into blocks of queries, each with a mask of the keys that it can see.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ds_memo.sequence import masks
+from ds_memo.sequence.exchange import index
+from ds_memo.sequence.masks import Band
+
+aten = torch.ops.aten
+BLOCK = 256
+"""Queries of a block that has a mask."""
+LOGITS = 2**21
+"""Queries × keys of a block, per head, where logits are tensors."""
+
+Span = tuple[int, int]
+Limits = tuple[int | None, int | None]
+Borders = tuple[tuple[int, ...], tuple[int, ...]]
+Heads = tuple[int, ...] | None
+Three = Sequence[Tensor]
+"""Of queries, keys and values."""
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, bands: Sequence[Band], scale: float, softcap: float = 0.0, shared: Heads = None
+) -> tuple[Tensor, Tensor]:
+    """Return output (b, s, h, e) and log-sum-exp (b, h, s) over the keys of these bands. A query without a band has 0 and -inf.
+
+    Where a query is in several calls, their results are merged in the accumulator's dtype.
+
+    Args:
+        softcap: logits are softcap · tanh(logits / softcap). 0: no cap.
+        shared: key head of each query head. None: the same number of neighbours shares each.
+    """
+    given = _Given(q, k, v, bands, scale, softcap, shared)
+    kernel, work, qkv = given.kernel, given.work, given.qkv
+    if work.one_for_queries:
+        out, lse = kernel.forward(_parts(qkv, work.calls[0]), work.calls[0])
+    else:
+        out = qkv[0].new_zeros(*qkv[0].shape[:3], qkv[2].shape[3], dtype=q.dtype if work.queries_once else _accumulator(q))
+        lse = out.new_full((out.shape[0], out.shape[2], out.shape[1]), -math.inf, dtype=_accumulator(q))
+        for call in work.calls:
+            into = _part(out, call.row, call.queries), _part(lse.transpose(1, 2), call.row, call.queries).transpose(1, 2)
+            more = kernel.forward(_parts(qkv, call), call)
+            if work.queries_once:
+                into[0].copy_(more[0])
+                into[1].copy_(more[1])
+            else:
+                merge(*into, *more)
+        out = out.to(q.dtype)
+    if work.flat:
+        out, lse = out.reshape(*q.shape[:3], -1), lse.reshape(q.shape[2], *q.shape[:2]).transpose(0, 1)
+    return out[..., : v.shape[3]].contiguous(), lse
+
+
+def merge(out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor) -> None:
+    """Add attention to other keys to `out` (b, s, h, e), which is in the accumulator's dtype, and `lse` (b, h, s), in place."""
+    total = torch.logaddexp(lse, more_lse)
+    finite = total.masked_fill(total == -math.inf, 0)  # -inf - -inf is NaN
+    old, new = ((part - finite).exp_().transpose(1, 2)[..., None] for part in (lse, more_lse))
+    out.mul_(old).addcmul_(more_out.to(out.dtype), new)
+    lse.copy_(total)
+
+
+def backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bands: Sequence[Band], scale: float,
+    softcap: float = 0.0, shared: Heads = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the gradients of q, k and v through these bands. Those of all ring steps add up to the whole's.
+
+    A gradient that is a sum over calls or heads is in the accumulator's dtype. Any other may be in its input's.
+
+    Args:
+        out, lse: over all keys that a query sees, in all ring steps.
+    """
+    given = _Given(q, k, v, bands, scale, softcap, shared)
+    kernel, work, qkv = given.kernel, given.work, given.qkv
+    grad, out = given.laid(grad), given.laid(out)
+    by_token = (lse.transpose(0, 1).flatten(1)[None] if work.flat else lse).transpose(1, 2)
+
+    def shares(call: Call) -> Three:
+        of_queries = [_part(x, call.row, call.queries) for x in (grad, out, by_token)]
+        return kernel.backward(of_queries[0], _parts(qkv, call), of_queries[1], of_queries[2].transpose(1, 2), call)
+
+    if work.one_for_queries and work.one_for_keys:
+        grads = shares(work.calls[0])
+    else:
+        once = work.queries_once, work.keys_once, work.keys_once
+        grads = [torch.zeros_like(x, dtype=x.dtype if alone else _accumulator(x)) for x, alone in zip(qkv, once, strict=True)]
+        for call in work.calls:
+            for total, span, share in zip(grads, (call.queries, call.keys, call.keys), shares(call), strict=True):
+                _part(total, call.row, span).add_(share)
+    dq, dk, dv = (x.reshape(q.shape[0], -1, *x.shape[2:])[..., : of.shape[3]] for x, of in zip(grads, (q, k, v), strict=True))
+    return dq, given.by_key_head(dk), given.by_key_head(dv)
+
+
+class _Given:
+    """Inputs as the kernel wants them."""
+
+    def __init__(
+        self, q: Tensor, k: Tensor, v: Tensor, bands: Sequence[Band], scale: float, softcap: float, shared: Heads
+    ) -> None:
+        self.kernel = _kernel(q, v, scale, softcap)
+        self.work = _work(self.kernel, tuple(bands), q.shape[0], q.shape[1], k.shape[1])
+        heads, self._keys = q.shape[2], k.shape[2]
+        evenly = tuple(head * self._keys // heads for head in range(heads))
+        known = evenly if self.kernel.shares_heads and heads % self._keys == 0 else tuple(range(self._keys))
+        self._key_of: Heads = None if (shared or evenly) == known else shared or evenly
+        """Key head of each query head, if heads are repeated."""
+        size = max(q.shape[3], v.shape[3])
+        self._size = size + -size % 8
+        if self._key_of:
+            k, v = (x.index_select(2, index(self._key_of, x.device)) for x in (k, v))
+        self.qkv = [self.laid(x) for x in (q, k, v)]
+
+    def laid(self, x: Tensor) -> Tensor:
+        if self.kernel.one_size and x.shape[3] != self._size:
+            x = F.pad(x, (0, self._size - x.shape[3]))
+        return x.flatten(0, 1)[None] if self.work.flat else x
+
+    def by_key_head(self, grad: Tensor) -> Tensor:
+        """Add up the gradients of repeated heads."""
+        if self._key_of is None:
+            return grad
+        total = grad.new_zeros(*grad.shape[:2], self._keys, grad.shape[3], dtype=_accumulator(grad))
+        for head, key in enumerate(self._key_of):  # always in this order; index_add_ has none on CUDA
+            total[:, :, key] += grad[:, :, head]
+        return total
+
+
+def _part(x: Tensor, row: int | None, tokens: Span) -> Tensor:
+    return x[slice(None) if row is None else slice(row, row + 1), slice(*tokens)]
+
+
+def _parts(qkv: Three, call: Call) -> Three:
+    return [_part(x, call.row, span) for x, span in zip(qkv, (call.queries, call.keys, call.keys), strict=True)]
+
+
+def _accumulator(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+# Bands to calls
+
+
+class Call(NamedTuple):
+    """One call of a kernel, and the part of the tensors that it is given. Each of its queries sees a key."""
+
+    row: int | None
+    """None: all rows of the batch."""
+    queries: Span
+    keys: Span
+    limits: Limits
+    """`before` and `after` of a band; for :class:`Flash` its windows."""
+    borders: Borders | None = None
+    """Borders along queries and keys of bands side by side, where rows of the batch lie end to end. None: it is one band."""
+
+
+class _Work(NamedTuple):
+    """The calls for a list of bands."""
+
+    calls: list[Call]
+    flat: bool
+    """True if rows of the batch lie end to end."""
+    one_for_queries: bool
+    """True if there is one call, and it has all queries."""
+    one_for_keys: bool
+    queries_once: bool
+    """True if no query is in two calls."""
+    keys_once: bool
+
+
+@functools.lru_cache(maxsize=256)
+def _work(kernel: Kernel, bands: tuple[Band, ...], rows: int, s: int, t: int) -> _Work:
+    calls = kernel.calls(bands, rows, s, t)
+    flat = any(call.borders for call in calls)
+    sides = [[(call.row, call.queries) for call in calls], [(call.row, call.keys) for call in calls]]
+    wholes = [[(None, (0, length * rows if flat else length))] for length in (s, t)]
+    return _Work(calls, flat, sides[0] == wholes[0], sides[1] == wholes[1], _once(sides[0]), _once(sides[1]))
+
+
+def _once(spans: Sequence[tuple[int | None, Span]]) -> bool:
+    ordered = sorted((row or 0, span) for row, span in spans)
+    return all(row != other or stop <= start for (row, (_, stop)), (other, (start, _)) in itertools.pairwise(ordered))
+
+
+def joined(bands: Iterable[Band], bottom_right: bool = False) -> list[Band]:
+    """Return fewer bands: one for neighbours that see all keys, as around a ring in zigzag.
+
+    Args:
+        bottom_right: join keys that all queries see to a triangle behind them, too.
+    """
+    found: list[Band] = []
+    for band in bands:
+        last = found[-1] if found else None
+        if last and (last.row, last.before, last.after, band.before) == (band.row, None, None, None):
+            both = (last.queries[0], band.queries[1]), (last.keys[0], band.keys[1])
+            if (last.queries, last.keys[1]) == (band.queries, band.keys[0]) and (band.after is None or bottom_right):
+                found[-1] = Band(band.row, *both, None, None if band.after is None else band.after + band.keys[0] - last.keys[0])
+                continue
+            if (last.keys, last.queries[1], band.after) == (band.keys, band.queries[0], None):
+                found[-1] = Band(band.row, *both, None, None)
+                continue
+        found.append(band)
+    return found
+
+
+def cut(band: Band, block: int, first: int | None = None) -> Iterator[Band]:
+    """Yield a band's blocks of queries, each with the keys that it can see. The first may be of another size."""
+    q0, q1 = band.queries
+    moved = q0 - band.keys[0]
+    before = None if band.before is None else band.before + moved
+    after = None if band.after is None else band.after - moved
+    borders = sorted({0, q0, q1, *range(q0 + (first or block), q1, block)})
+    run = masks.Run(band.queries, band.keys, before, after)
+    return masks.bands(band.row, [run], tuple(itertools.pairwise(borders)), ((0, band.keys[1]),))
+
+
+def side_by_side(bands: Iterable[Band], s: int, t: int) -> list[Call]:
+    """Return calls of flash attention. One takes bands that follow each other, in queries and keys, and can have equal windows.
+
+    Its query i of n sees key j of m if i + m - n - left <= j <= i + m - n + right.
+    """
+    calls: list[Call] = []
+    allowed: list[tuple[float, float]] = []
+    for band in bands:
+        (q0, q1), (k0, k1) = ([(band.row or 0) * size + x for x in span] for size, span in ((s, band.queries), (t, band.keys)))
+        n, m = q1 - q0, k1 - k0
+        # windows that will do: one, or all from the least that limits nothing
+        left = (m - 1, math.inf) if band.before is None else (band.before + m - n,) * 2
+        right = (n - 1, math.inf) if band.after is None else (band.after - m + n,) * 2
+        borders: Borders = (0, n), (0, m)
+        both = [(max(a[0], b[0]), min(a[1], b[1])) for a, b in zip(allowed, (left, right), strict=False)]
+        if calls and (calls[-1].queries[1], calls[-1].keys[1]) == (q0, k0) and all(low <= high for low, high in both):
+            last = calls.pop()
+            q0, k0, allowed = last.queries[0], last.keys[0], both
+            borders = (*last.borders[0], q1 - q0), (*last.borders[1], k1 - k0)
+        else:
+            allowed = [left, right]
+        windows = [None if high == math.inf else int(low) for low, high in allowed]
+        calls.append(Call(None, (q0, q1), (k0, k1), (windows[0], windows[1]), borders))
+    return calls
+
+
+# Kernels
+
+
+def _kernel(q: Tensor, v: Tensor, scale: float, softcap: float) -> Kernel:
+    if softcap:
+        return Math(scale, softcap)
+    if q.device.type == "cpu":
+        return Cpu(scale)
+    if q.device.type != "cuda" or q.dtype == torch.float64:
+        return Math(scale)
+    half = q.dtype != torch.float32 and max(q.shape[3], v.shape[3]) <= 256
+    return Flash(scale) if half and torch.cuda.get_device_capability(q.device) >= (8, 0) else Efficient(scale)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel with its settings. By default a call without limits, or causal with as many keys as queries, has no mask."""
+
+    scale: float
+    softcap: float = 0.0
+    shares_heads = False
+    """True if neighbouring query heads may share a key head."""
+    one_size = True
+    """True if heads of queries and values must be equally large, in multiples of 8."""
+
+    def calls(self, bands: Sequence[Band], rows: int, s: int, t: int) -> list[Call]:
+        """Return the calls for these bands, in a batch of `rows` rows with `s` queries and `t` keys."""
+        return [
+            Call(block.row, block.queries, block.keys, block[3:])
+            for band in joined(bands)
+            for block in ([band] if band.after is None is band.before or _causal(Call(*band[:3], band[3:])) else cut(band, BLOCK))
+        ]
+
+    def forward(self, qkv: Three, call: Call) -> tuple[Tensor, Tensor]:
+        """Return output and log-sum-exp of a call, given its part of q, k and v."""
+        raise NotImplementedError
+
+    def backward(self, grad: Tensor, qkv: Three, out: Tensor, lse: Tensor, call: Call) -> Three:
+        """Return the gradients of the call's part, by its queries' global `out` and `lse`."""
+        raise NotImplementedError
+
+
+class Cpu(Kernel):
+    def forward(self, qkv: Three, call: Call) -> tuple[Tensor, Tensor]:
+        how = self._mask(call, qkv[0])
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(*_swapped(qkv), 0.0, **how)
+        return out.transpose(1, 2), lse
+
+    def backward(self, grad: Tensor, qkv: Three, out: Tensor, lse: Tensor, call: Call) -> Three:
+        how = self._mask(call, qkv[0])
+        given = _swapped([x.contiguous() for x in (grad, *qkv, out)])
+        (lse,) = _swapped([lse.transpose(1, 2).contiguous()])  # the kernel reads it as its forward lays it out
+        return _swapped(aten._scaled_dot_product_flash_attention_for_cpu_backward(*given, lse, 0.0, **how))
+
+    def _mask(self, call: Call, like: Tensor) -> dict[str, Any]:
+        causal = _causal(call)
+        return {"is_causal": causal, "attn_mask": None if causal else _bias(call, like), "scale": self.scale}
+
+
+class Efficient(Kernel):
+    """CUDA, in any dtype but float64, with heads of any size."""
+
+    def forward(self, qkv: Three, call: Call) -> tuple[Tensor, Tensor]:
+        q, k, v = _swapped(qkv)
+        bias, causal = self._mask(call, q)
+        out, lse, *_ = aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, 0.0, causal, scale=self.scale)
+        return out.transpose(1, 2), lse[..., : q.shape[2]]  # it has a multiple of 32
+
+    def backward(self, grad: Tensor, qkv: Three, out: Tensor, lse: Tensor, call: Call) -> Three:
+        grad, q, k, v, out = _swapped([grad, *qkv, out])
+        bias, causal = self._mask(call, q)
+        lse = F.pad(lse, (0, -lse.shape[2] % 32), value=math.inf)
+        seed = torch.empty((), dtype=torch.int64, device=q.device)  # of dropout: not read
+        wanted = [True, True, True, False]
+        *grads, _ = aten._scaled_dot_product_efficient_attention_backward(
+            grad, q, k, v, bias, out, lse, seed, seed, 0.0, wanted, causal, scale=self.scale
+        )
+        return _swapped(grads)
+
+    @staticmethod
+    def _mask(call: Call, q: Tensor) -> tuple[Tensor | None, bool]:
+        bias = None if _causal(call) else _bias(call, q)
+        return None if bias is None else bias.expand(*q.shape[:2], -1, -1), _causal(call)
+
+
+class Flash(Kernel):
+    """CUDA in half precision: windows without masks, and bands side by side in one call."""
+
+    shares_heads = True
+
+    def calls(self, bands: Sequence[Band], rows: int, s: int, t: int) -> list[Call]:
+        bands = [part for band in joined(bands, True) for part in _within_windows(band)]
+        if all(band.row is None for band in bands) and len(side_by_side(bands, s, t)) == len(bands):
+            return [side_by_side([band], s, t)[0]._replace(borders=None) for band in bands]
+        return side_by_side([band._replace(row=r) for r in range(rows) for band in bands if band.row in (None, r)], s, t)
+
+    def forward(self, qkv: Three, call: Call) -> tuple[Tensor, Tensor]:
+        tensors, rest, windows = self._arguments(call, *qkv)
+        out, lse, *_ = aten._flash_attention_forward(*tensors, *rest, False, **windows)
+        return (out, lse) if call.borders is None else (out[None], lse[None])
+
+    def backward(self, grad: Tensor, qkv: Three, out: Tensor, lse: Tensor, call: Call) -> Three:
+        tensors, rest, windows = self._arguments(call, grad, *qkv, out, lse.contiguous())
+        seed = torch.empty(2, dtype=torch.uint64, device=grad.device)  # of dropout: not read
+        grads = aten._flash_attention_backward(*tensors, *rest, seed, seed, **windows)
+        return grads if call.borders is None else [x[None] for x in grads]
+
+    def _arguments(self, call: Call, *tensors: Tensor) -> tuple[Three, tuple[Any, ...], dict[str, Any]]:
+        """Return the tensors, what follows them up to is_causal, and the named arguments."""
+        windows = {"scale": self.scale, "window_size_left": call.limits[0], "window_size_right": call.limits[1]}
+        if call.borders is None:
+            lengths = (stop - start for start, stop in (call.queries, call.keys))
+            return tensors, (None, None, *lengths, 0.0, call.limits == (None, 0)), windows
+        sequences = _sequences(call.borders, tensors[0].device)
+        return [x[0] for x in tensors], (*sequences, 0.0, call.limits == (None, 0)), windows
+
+
+class Math(Kernel):
+    """Any device, dtype and cap: logits of a block of queries, in the accumulator's dtype."""
+
+    one_size = False
+
+    def calls(self, bands: Sequence[Band], rows: int, s: int, t: int) -> list[Call]:
+        blocks = (block for band in bands for block in cut(band, max(16, LOGITS // (band.keys[1] - band.keys[0]))))
+        return [Call(block.row, block.queries, block.keys, block[3:]) for block in blocks]
+
+    def forward(self, qkv: Three, call: Call) -> tuple[Tensor, Tensor]:
+        logits, _ = self._logits(qkv, call)
+        lse = logits.logsumexp(-1)
+        out = (logits - lse[..., None]).exp_() @ qkv[2].transpose(1, 2).to(logits.dtype)
+        return out.transpose(1, 2).to(qkv[0].dtype), lse
+
+    def backward(self, grad: Tensor, qkv: Three, out: Tensor, lse: Tensor, call: Call) -> Three:
+        logits, slope = self._logits(qkv, call)
+        shares = (logits - lse[..., None]).exp_()
+        grad, q, k, v, out = _swapped([x.to(logits.dtype) for x in (grad, *qkv, out)])
+        inner = shares * (grad @ v.mT - (grad * out).sum(-1, keepdim=True)) * slope
+        return _swapped([inner @ k, inner.mT @ q, shares.mT @ grad])
+
+    def _logits(self, qkv: Three, call: Call) -> tuple[Tensor, Tensor | float]:
+        """Return logits, and their slopes by the products of queries and keys."""
+        q, k = _swapped([x.to(_accumulator(x)) for x in qkv[:2]])
+        logits, slope = q @ k.mT * self.scale, self.scale
+        if self.softcap:
+            tanh = (logits / self.softcap).tanh_()
+            logits, slope = tanh * self.softcap, (1 - tanh * tanh) * self.scale
+        bias = _bias(call, q)
+        return logits if bias is None else logits + bias, slope
+
+
+def _swapped(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Trade the places of tokens and heads."""
+    return [x.transpose(1, 2) for x in tensors]
+
+
+def _causal(call: Call) -> bool:
+    """Return True for what is_causal means to PyTorch: a triangle of as many keys as queries."""
+    return call.limits == (None, 0) and call.queries[1] - call.queries[0] == call.keys[1] - call.keys[0]
+
+
+def _bias(call: Call, like: Tensor) -> Tensor | None:
+    """Return what to add to logits (queries, keys). A row has a multiple of 16 places, as CUDA's kernel wants it."""
+    if call.limits == (None, None):
+        return None
+    (q0, q1), (k0, k1), (before, after) = call.queries, call.keys, call.limits
+    ahead = torch.arange(k1 - k0 + (k0 - k1) % 16, device=like.device) - torch.arange(q1 - q0, device=like.device)[:, None]
+    bias = torch.zeros(ahead.shape, dtype=like.dtype, device=like.device)
+    if before is not None:
+        bias.masked_fill_(ahead < -before, -math.inf)
+    if after is not None:
+        bias.masked_fill_(ahead > after, -math.inf)
+    return bias[:, : k1 - k0]
+
+
+def _within_windows(band: Band) -> Iterator[Band]:
+    """Cut off the queries that see all keys if there are many: flash attention takes a right window of all keys for none."""
+    n, m = (stop - start for start, stop in (band.queries, band.keys))
+    many = band.after is not None and band.after - m + n >= m
+    return cut(band, n, max(0, m - band.after) if many else None)
+
+
+@functools.lru_cache(maxsize=256)
+def _sequences(borders: tuple[tuple[int, ...], ...], device: torch.device) -> tuple[Tensor | int, ...]:
+    """Return borders on the device, and the longest sequences. Cached: no call copies them to the device."""
+    tensors = [torch.tensor(side, dtype=torch.int32, device=device) for side in borders]
+    return *tensors, *(max(stop - start for start, stop in itertools.pairwise(side)) for side in borders)
