@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import fields
 
 from ds_memo.sequence.parts import Parts
 from ds_memo.sequence.ranks import SequenceRanks
@@ -13,7 +14,7 @@ SHAPES = ((1, 1), (2, 1), (1, 2), (3, 1), (1, 3), (2, 2), (1, 4), (4, 2), (2, 4)
 
 
 def ranks(ulysses: int, ring: int, number: int) -> SequenceRanks:
-    found = SequenceRanks(None, None, None)
+    found = SequenceRanks(**dict.fromkeys(field.name for field in fields(SequenceRanks)))
     vars(found).update(size=ulysses * ring, ulysses=ulysses, ring=ring, number=number)
     return found
 
