@@ -149,14 +149,17 @@ class TooLarge(Exception):
     """`SIZES` cannot make a part of the model small."""
 
 
-def build(name: str) -> nn.Module:
-    """Return the model of a type, in float32.
+def build(name: str, **own: Any) -> nn.Module:
+    """Return the model of a type, in PyTorch's default dtype.
+
+    Args:
+        own: values of configuration fields, which override all others.
 
     Raises:
         TooLarge: it has more than LARGEST parameters.
         Exception: Transformers raises others if the model needs other sizes.
     """
-    config = _config(CONFIG_MAPPING[name], OWN.get(name, {}))
+    config = _config(CONFIG_MAPPING[name], {**OWN.get(name, {}), **own})
     with torch.device("meta"):
         parameters = sum(parameter.numel() for parameter in AutoModelForCausalLM.from_config(config).parameters())
     if parameters > LARGEST:

@@ -113,7 +113,8 @@ class Parts:
             for row in self.documents:
                 before = [sum(max(0, min(stop, border) - start) for start, stop in kept) for border in row]
                 rows.append(tuple(sorted(set(before) - {own * self.ranks.size} | {0})))
-            self._shortened[own] = Parts(self.ranks, own * self.ranks.size, rows, self.zigzag)
+            halves = own * self.ranks.ulysses % 2 == 0  # else a zigzag would be padded, and its parts longer than those asked for
+            self._shortened[own] = Parts(self.ranks, own * self.ranks.size, rows, self.zigzag and halves)
         return self._shortened[own]
 
 

@@ -1,0 +1,85 @@
+"""Attention of every kind in parts is that of whole sequences: under Ulysses, around a ring and both, packed, with memo too."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.distributed_harness.common import DistributedTest
+from tests.everyday import everyday
+from tests.sequence.whole_and_parts import assert_exact, memo
+
+FAMILIES = ("llama", "mistral", "gemma2", "gemma3_text", "gpt_oss", "llama4_text", "deepseek_v3")
+"""Causal, a window, soft caps, a window in some layers, sinks, chunks, keys and values of two sizes."""
+PACKED = ((20, 25, 19), (64,))
+"""Borders off the ranks' own, a document on several ranks, and a row that is one document."""
+UNEVEN = ((45,), (45,))
+UNEVEN_PACKED = ((20, 27, 20), (1, 66))
+
+
+class TestTwoRanks(DistributedTest):
+    world_size = 2
+
+    @pytest.mark.parametrize("name", everyday(FAMILIES, ["llama", "gpt_oss"]))
+    @pytest.mark.parametrize("ulysses", [2, 1])
+    def test_families(self, name, ulysses):
+        assert_exact(name, ulysses, UNEVEN)
+        assert_exact(name, ulysses, PACKED)
+
+    @pytest.mark.parametrize("ulysses", [2, 1])
+    def test_lengths(self, ulysses):
+        for lengths in (((41,),), UNEVEN, ((67,),), UNEVEN_PACKED, ((5,),), ((2,),)):
+            assert_exact("llama", ulysses, lengths)
+
+    @pytest.mark.parametrize("ulysses", [2, 1])
+    def test_parts_as_a_caller_has_them(self, ulysses):
+        """Of any lengths, one of them without a token."""
+        for parts in ((40, 5), (1, 44), (45, 0), (0, 45)):
+            assert_exact("llama", ulysses, ((20, 25), (45,)), parts=parts)
+
+    @pytest.mark.parametrize("ulysses", [2, 1])
+    @pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
+    def test_memo(self, ulysses, alpha):
+        for name in ("llama", "gpt_oss"):
+            assert_exact(name, ulysses, UNEVEN, memo=memo(alpha))
+            assert_exact(name, ulysses, UNEVEN_PACKED, memo=memo(alpha))
+
+    @pytest.mark.parametrize("ulysses", [2, 1])
+    def test_tiles(self, ulysses):
+        for name in ("llama", "mistral"):
+            assert_exact(name, ulysses, UNEVEN, memo=memo(0.5, tile_tokens=11))
+            assert_exact(name, ulysses, UNEVEN_PACKED, memo=memo(0.0, tile_tokens=11))
+
+
+class TestFourRanks(DistributedTest):
+    world_size = 4
+
+    @pytest.mark.parametrize("name", everyday(FAMILIES, ["llama"]))
+    def test_two_by_two(self, name):
+        assert_exact(name, 2, UNEVEN)
+        assert_exact(name, 2, PACKED)
+
+    @pytest.mark.parametrize("name, ulysses", [("six heads", 4), ("one key head", 4), ("six heads", 1), ("one key head", 2)])
+    def test_heads_that_do_not_divide(self, name, ulysses):
+        assert_exact(name, ulysses, UNEVEN_PACKED)
+        assert_exact(name, ulysses, ((41,),), memo=memo(0.5))
+
+
+class TestThreeRanks(DistributedTest):
+    world_size = 3
+
+    @pytest.mark.parametrize("ulysses", [3, 1])
+    def test_three(self, ulysses):
+        for name in ("llama", "six heads"):
+            assert_exact(name, ulysses, UNEVEN_PACKED)
+            assert_exact(name, ulysses, ((41,),))
+
+
+@pytest.mark.slow
+class TestEightRanks(DistributedTest):
+    world_size = 8
+
+    @pytest.mark.parametrize("name, ulysses", [("llama", 4), ("llama", 2), ("six heads", 1)])
+    def test_long(self, name, ulysses):
+        """A length that is no multiple of anything, and one that is 3 more than a multiple of 64."""
+        assert_exact(name, ulysses, ((4097,),))
+        assert_exact(name, ulysses, ((64 * 5 + 3,), (100, 223)))

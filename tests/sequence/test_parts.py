@@ -1,0 +1,89 @@
+"""How whole sequences lie on ranks: each token once, parts of one length, and the way there and back."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from ds_memo.sequence.parts import contiguous, cut, even
+from tests.sequence.layouts import SHAPES, of_all
+
+LENGTHS = (1, 5, 41, 45, 64, 67, 64 * 3 + 5)
+both_ways = pytest.mark.parametrize("zigzag", [True, False])
+every_shape = pytest.mark.parametrize("ulysses, ring", SHAPES)
+
+
+def tokens_of(pieces):
+    return [token for piece in pieces for token in range(*piece)]
+
+
+@every_shape
+@both_ways
+def test_each_token_is_on_one_rank(ulysses, ring, zigzag):
+    for length in LENGTHS:
+        everywhere = of_all(ulysses, ring, length, zigzag=zigzag)
+        for number, parts in enumerate(everywhere):
+            assert parts.all_pieces == everywhere[0].all_pieces and parts.pieces == parts.all_pieces[number]
+            assert len(tokens_of(parts.pieces)) == parts.own and len(parts.pieces) <= 2
+        flat = [tokens_of(pieces) for pieces in everywhere[0].all_pieces]
+        assert sorted(itertools.chain(*flat)) == list(range(parts.length)) and parts.length >= length
+        for number in range(ring):  # ranks that trade heads hold what the ring sends around, one after another
+            of_group = itertools.chain(*flat[number * ulysses : (number + 1) * ulysses])
+            assert list(of_group) == tokens_of(parts.pieces_of_ring(number))
+
+
+@every_shape
+@both_ways
+def test_little_padding_which_is_a_document_of_its_own(ulysses, ring, zigzag):
+    for length in LENGTHS:
+        parts = of_all(ulysses, ring, length, ((0,), (0, length // 2 + 1))[: 1 + (length > 2)], zigzag)[0]
+        chunks = 2 * ring if zigzag and ring > 1 else 1
+        assert parts.length - length < chunks * ulysses * ring
+        padded = parts.length > length
+        assert parts.documents[0] == ((0, length) if padded else (0,))
+        assert parts.one_document == (not padded and length <= 2)
+
+
+def test_a_ring_shares_causal_work_equally():
+    """By zigzag; without it the last rank has almost twice the mean."""
+    for zigzag, most in ((True, 1.02), (False, 1.7)):
+        seen = [sum(token + 1 for token in tokens_of(parts.pieces)) for parts in of_all(1, 4, 256, zigzag=zigzag)]
+        worst = max(seen) / (sum(seen) / 4)
+        assert worst <= most if zigzag else worst > most
+
+
+@every_shape
+@both_ways
+def test_order_and_back(ulysses, ring, zigzag):
+    everywhere = of_all(ulysses, ring, 67, zigzag=zigzag)
+    whole = torch.randn(2, everywhere[0].length, 3)
+    own = [parts.own_of(whole, 1) for parts in everywhere]
+    by_rank = torch.cat(own, 1)
+    for parts, part in zip(everywhere, own, strict=True):
+        assert torch.equal(part, whole[:, tokens_of(parts.pieces)])
+        assert torch.equal(parts.sorted(by_rank, 1), whole) and torch.equal(parts.by_rank(whole, 1), by_rank)
+        assert parts.in_order == torch.equal(by_rank, whole)
+
+
+@every_shape
+@both_ways
+def test_shortened(ulysses, ring, zigzag):
+    """What layers are called with in a profile: parts of the length asked for, and documents that go on across the cuts."""
+    for parts in of_all(ulysses, ring, 96, ((0, 40), (0,)), zigzag):
+        for own in (1, 3, 4, parts.own // 2, parts.own):
+            short = parts.shortened(own)
+            assert short.own == own and short is parts.shortened(own)
+            assert all(row == tuple(sorted({*row})) and row[0] == 0 and row[-1] < short.length for row in short.documents)
+        assert short.documents == parts.documents and short.pieces == parts.pieces
+
+
+def test_cut_even_and_contiguous():
+    pieces = ((3, 7), (20, 26))
+    for first, last in itertools.combinations(range(11), 2):
+        assert tokens_of(cut(pieces, first, last)) == tokens_of(pieces)[first:last]
+    for length, ranks in itertools.product(LENGTHS, (1, 2, 3, 4, 8)):
+        lengths = even(length, ranks)
+        assert sum(lengths) == length and max(lengths) - min(lengths) <= 1 and lengths == sorted(lengths, reverse=True)
+        assert [tokens_of(one) for one in contiguous(lengths)] == [part.tolist() for part in torch.arange(length).split(lengths)]

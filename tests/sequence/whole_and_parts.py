@@ -1,0 +1,228 @@
+"""A small model whole on one rank, each document by itself, and in parts on all ranks: how far logits and gradients are apart.
+
+Two comparisons make a proof. In float64, with the code that asks for float32 turned to float64, both ways agree to 1e-12: what
+they compute is the same. In float32, as users run it, logits agree to 1e-6, and gradients but for terms that cancel.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import ds_memo
+from ds_memo.deepspeed import sequence
+from ds_memo.sequence.parts import even
+from tests import architectures, models
+
+Lengths = tuple[tuple[int, ...], ...]
+"""Tokens of each document, by row."""
+LOGITS, GRADIENTS = 1e-6, 1e-4
+"""Largest distance in float32 of logits and of a gradient, relative to its norm. Sums of terms of both signs lose digits."""
+EXACT = 1e-12
+"""The same in float64."""
+NOISE = 1e-9
+"""Share of the largest gradient below which a gradient is zero in exact arithmetic, as a key's bias."""
+SUMS: Any = SimpleNamespace(zero_optimization_stage=lambda: 1)
+"""An engine that adds up the ranks' gradients, as `summed_gradients` does."""
+ROUNDING = {torch.float32: (LOGITS, GRADIENTS), torch.float64: (EXACT, EXACT)}
+
+OWN: dict[str, Callable[[], nn.Module]] = {
+    "llama": functools.partial(models.build, "llama"),
+    "six heads": functools.partial(
+        models.build, "llama", hidden_size=48, num_attention_heads=6, num_key_value_heads=3, head_dim=8
+    ),
+    "one key head": functools.partial(models.build, "llama", num_key_value_heads=1),
+    "gemma2": functools.partial(models.build, "gemma2", attn_logit_softcapping=0.5),  # so low that every score is capped
+    "llama4_text": functools.partial(architectures.build, "llama4_text", attention_chunk_size=12),
+}
+"""Models of sizes of their own; all others are those of tests/architectures.py."""
+
+
+def make(name: str) -> nn.Module:
+    """Return a model in PyTorch's default dtype and in evaluation mode, without dropout."""
+    model = OWN.get(name, functools.partial(architectures.build, name))().to(torch.get_default_dtype()).eval()
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")  # grouped kernels know no float64
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if key.endswith("A_log"):  # else recurrent states are forgotten within a token
+                parameter.sub_(4)
+    return model
+
+
+class Outcome(NamedTuple):
+    logits: torch.Tensor
+    """Of whole sequences (b, s, vocabulary)."""
+    grads: dict[str, torch.Tensor]
+
+    def off(self, want: Outcome) -> tuple[float, float, str]:
+        """Return the relative distances of logits and of the worst gradient, and its name. NaN is far off."""
+        of_logits = _relative(self.logits, want.logits)
+        largest = max(float(gradient.norm()) for gradient in want.grads.values())
+        assert self.grads.keys() == want.grads.keys(), self.grads.keys() ^ want.grads.keys()
+        worst = [
+            (_relative(self.grads[name], gradient), name)
+            for name, gradient in want.grads.items()
+            if gradient.norm() > NOISE * largest
+        ]
+        return of_logits, *max(worst)
+
+
+def _relative(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float(((got - want).norm() / want.norm()).nan_to_num(torch.inf))
+
+
+class Batch:
+    """Sequences and the documents in them.
+
+    Args:
+        lengths: of each document, by row.
+    """
+
+    def __init__(self, lengths: Lengths, seed: int = 0, vocabulary: int = models.VOCAB) -> None:
+        self.lengths = lengths
+        length = sum(lengths[0])
+        generator = torch.Generator().manual_seed(seed)
+        self.tokens = torch.randint(3, vocabulary, (len(lengths), length), generator=generator)
+        self.positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
+        self.labels = self.tokens.roll(-1, 1)
+        self.labels[:, 2:9] = -100
+
+    def apart_logits(self, model: nn.Module) -> torch.Tensor:
+        rows = []
+        for tokens, lengths in zip(self.tokens, self.lengths, strict=True):
+            alone = [model(input_ids=document[None], use_cache=False).logits for document in tokens.split(lengths)]
+            rows.append(torch.cat(alone, dim=1))
+        return torch.cat(rows)
+
+    def apart(self, model: nn.Module) -> Outcome:
+        """Logits and gradients of the mean loss, each document in a forward of its own, on this rank alone."""
+        logits = self.apart_logits(model)
+        mean_loss(logits, self.labels).backward()
+        return Outcome(logits.detach(), _gradients(model))
+
+    def together(self, model: nn.Module) -> Outcome:
+        """As one batch with position_ids, on this rank alone."""
+        logits = model(input_ids=self.tokens, position_ids=self.positions, use_cache=False).logits
+        mean_loss(logits, self.labels).backward()
+        return Outcome(logits.detach(), _gradients(model))
+
+    def forward(self, model: nn.Module, lengths: Sequence[int] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return this rank's part of a sequence-parallel model's logits, and the loss over whole sequences.
+
+        Args:
+            lengths: tokens of each rank's part; None: as equal as they can be.
+        """
+        # One document needs no positions.
+        given = {} if all(len(row) == 1 for row in self.lengths) else {"position_ids": part(self.positions, lengths)}
+        logits = model(input_ids=part(self.tokens, lengths), use_cache=False, **given).logits
+        labels = part(self.labels, lengths)
+        return logits, sequence.mean_over_ranks(mean_loss(logits, labels), labels, SUMS)
+
+    def in_parts(self, model: nn.Module, lengths: Sequence[int] | None = None) -> Outcome:
+        logits, loss = self.forward(model, lengths)
+        loss.backward()
+        return Outcome(whole(logits), summed_gradients(model))
+
+
+def part(value: torch.Tensor, lengths: Sequence[int] | None = None) -> torch.Tensor:
+    """Return this rank's part of whole sequences (b, s, …)."""
+    lengths = even(value.shape[1], dist.get_world_size()) if lengths is None else lengths
+    return value.split(list(lengths), dim=1)[dist.get_rank()]
+
+
+def whole(own: torch.Tensor) -> torch.Tensor:
+    """Return all ranks' parts (b, n, …), which may differ in length."""
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, own.detach())
+    return torch.cat(parts, dim=1)
+
+
+def mean_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+
+
+def _gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return copies of gradients, zeros for none, and clear them."""
+    grads = {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    return grads
+
+
+def summed_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the sums over ranks. A rank has none of an expert that its tokens do not reach."""
+    grads = _gradients(model)
+    for gradient in grads.values():
+        dist.all_reduce(gradient)
+    return grads
+
+
+@contextmanager
+def float64() -> Iterator[None]:
+    """Compute in float64, also where code names float32: what is left of a difference is no rounding of float32."""
+    kept = torch.float32, torch.float, torch.Tensor.float
+    torch.float32 = torch.float = torch.float64
+    torch.Tensor.float = torch.Tensor.double
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.float32, torch.float, torch.Tensor.float = kept
+        torch.set_default_dtype(torch.float32)
+
+
+def distances(
+    name: str,
+    ulysses: int | None,
+    lengths: Lengths,
+    memo: dict[str, Any] | None = None,
+    parts: Sequence[int] | None = None,
+    steps: int = 3,
+) -> tuple[float, float, str]:
+    """Run a model whole and in parts. Return the distance of logits and of the worst gradient, the worst of all ranks and steps.
+
+    Args:
+        ulysses: ranks that trade heads; the others form a ring.
+        memo: settings of memo; the forward and backward then run `steps` times.
+        parts: tokens of each rank's part; None: as equal as they can be.
+    """
+    model = make(name)
+    batch = Batch(lengths, vocabulary=model.config.get_text_config().vocab_size)
+    want = batch.apart(model)
+    sequence.set_up(model, dist.get_world_size(), ulysses=ulysses)
+    handle = None if memo is None else ds_memo.attach(model, memo)
+    found = [batch.in_parts(model, parts).off(want) for _ in range(1 if memo is None else steps)]
+    if handle is not None:
+        handle.detach()
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, (max(found), max(found, key=lambda off: off[1])))
+    return max(off for (off, *_), _ in everywhere), *max(worst[1:] for _, worst in everywhere)
+
+
+def assert_exact(name: str, ulysses: int | None, lengths: Lengths, **how: Any) -> None:
+    """Compare a model whole and in parts, in float32 and in float64.
+
+    Raises:
+        Different: by how much it is off, and in which gradient.
+    """
+    for dtype, context in ((torch.float32, nullcontext), (torch.float64, float64)):
+        most = ROUNDING[dtype]
+        with context():
+            of_logits, of_gradient, where = distances(name, ulysses, lengths, **how)
+        if not (of_logits <= most[0] and of_gradient <= most[1]):
+            raise models.Different(
+                f"{name} in {dtype}: logits are off by {of_logits:.1e}, the gradient of {where} by {of_gradient:.1e}"
+            )
+
+
+def memo(alpha: float | None, **more: Any) -> dict[str, Any] | None:
+    """Return settings of memo with a mixture of stored and recomputed rows; None: without memo."""
+    return None if alpha is None else {"alpha": alpha, "resident_layers": 1, "plan": {"enabled": False}, **more}
