@@ -85,6 +85,8 @@ def head_groups(groups: int, key_heads: int, heads: int, ranks: int) -> Iterator
     Raises:
         ValueError: they do not divide so, with the numbers.
     """
+    if heads % ranks or (key_heads % ranks and ranks % key_heads):
+        raise ValueError(f"{ranks} ranks do not share its {heads} heads and {key_heads} key-value heads evenly")
     of_rank, own = max(1, key_heads // ranks), heads // ranks
     of_queries, shared = groups // math.gcd(groups, of_rank), own // of_rank
     if ranks == 1 and of_queries > 1:  # functions of Transformers repeat keys by a number that the module knows

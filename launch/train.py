@@ -36,7 +36,7 @@ from tqdm import tqdm
 import ds_memo
 from ds_memo.cli.arguments import tokens
 from ds_memo.config import memo_config
-from ds_memo.deepspeed import ulysses
+from ds_memo.deepspeed import sequence
 from ds_memo.files import write_output
 from ds_memo.hf.model_flops import model_flops
 
@@ -169,7 +169,7 @@ class Run:
         )
         if self.sp > 1:
             positions = torch.arange(self.args.seq_length).expand(rows, -1)
-            return ulysses.split(({"position_ids": positions} | batch for batch in own), self.engine.device)
+            return sequence.split(({"position_ids": positions} | batch for batch in own), self.engine.device)
         if self.args.pack and "flash" in self.args.attn_implementation:  # Transformers finds documents in a single row only
             own = ({name: value.view(1, -1) for name, value in batch.items()} for batch in own)
         return ({name: value.to(self.engine.device) for name, value in batch.items()} for batch in own)
@@ -180,7 +180,7 @@ class Run:
         logits, labels = self.engine(**inputs, use_cache=False).logits, batch["labels"]
         total = F.cross_entropy(logits.float().flatten(0, -2), labels.flatten(), reduction="sum")
         loss = total / (labels != IGNORE).sum().clamp(min=1)
-        return ulysses.mean_over_ranks(loss, batch["labels"], self.engine) if self.sp > 1 else loss
+        return sequence.mean_over_ranks(loss, batch["labels"], self.engine) if self.sp > 1 else loss
 
     def mean(self, losses: list[torch.Tensor]) -> float:
         """Mean over this rank's losses and all ranks; every micro batch weighs the same."""
@@ -245,9 +245,9 @@ def start(args: argparse.Namespace) -> Run:
     positions = hf.max_positions(config)
     if positions is not None and args.seq_length > positions:
         raise UsageError(f"--seq-length {args.seq_length} is longer than the model's {positions} positions")
-    sp = ulysses.size_in(ds_config)
+    sp = sequence.size_in(ds_config)
     if sp > 1:
-        ulysses.check(sp, config, int(os.environ.get("WORLD_SIZE", 1)), args.seq_length)
+        sequence.check(sp, ds_config.get("memo", {}).get("ulysses_size"), int(os.environ.get("WORLD_SIZE", 1)))
     if args.resume and not args.resume.is_dir():
         raise UsageError(f"no checkpoint in {args.resume}")
     tokenizer = long_data.HFTokenizer(args.tokenizer) if args.tokenizer else long_data.ByteTokenizer()

@@ -27,7 +27,7 @@ from benchmarks.emulated_process import run_emulated, without_values
 from benchmarks.emulated_ranks import NAME, among
 from benchmarks.emulated_steps import HEADER, Step, line
 from benchmarks.emulated_time import Clock, keeping_time
-from ds_memo.deepspeed import ulysses
+from ds_memo.deepspeed import sequence
 from ds_memo.estimate import hardware
 
 
@@ -68,8 +68,8 @@ def rehearse(clock: Clock, ranks: int, rows: list[dict[str, Any]], script: str, 
     import deepspeed
 
     among(ranks, clock)
-    ulysses.split = _split
-    ulysses.refuse_inexact = lambda model, forward: None  # it compares values, and there are none
+    sequence.split = _split
+    sequence.refuse_inexact = lambda model, forward: None  # it compares values, and there are none
     running: dict[Any, Step] = {}
     said: set[str] = set()
     init, take_step = deepspeed.init_distributed, deepspeed.DeepSpeedEngine.step
@@ -95,7 +95,7 @@ def rehearse(clock: Clock, ranks: int, rows: list[dict[str, Any]], script: str, 
 
 
 def _split(batches: Iterable[dict[str, Any]], device: Any) -> Iterator[dict[str, Any]]:
-    """ds_memo.deepspeed.ulysses.split without an exchange of lengths: all ranks have this rank's."""
+    """ds_memo.deepspeed.sequence.split without an exchange of lengths: all ranks have this rank's."""
     from deepspeed.runtime.sequence_parallel import parallel_state_sp
 
     ranks = parallel_state_sp.get_sequence_parallel_world_size()

@@ -84,7 +84,7 @@ class Decoder:
                 f"{FIELD}: {type(base).__name__} is an encoder and a decoder, and parts of the one do not belong to parts of the "
                 f'other. Use "{FIELD}": 1'
             )
-        self.module = base.get_decoder()
+        self.module = _text_decoder(base)
         self._base = base
         self._modules = list(self.module.modules())
         around = [module for module in base.modules() if self.module in module.modules()]
@@ -153,7 +153,9 @@ class Decoder:
             raise MemoError(f"{FIELD} {self.ranks.size}: {type(module).__name__} was called without input_ids or inputs_embeds")
         cache = given.get("past_key_values")
         if cache is not None and cache.get_seq_length():
-            raise MemoError(f"{FIELD} {self.ranks.size}: a cache is of whole sequences; generate with a model that is not in parts")
+            raise MemoError(
+                f"{FIELD} {self.ranks.size}: a cache is of whole sequences; generate with a model that is not in parts"
+            )
         if given.get("cu_seq_lens_q") is not None:
             raise MemoError(
                 f"{FIELD} {self.ranks.size}: the model was called with cu_seq_lens_q, but a rank holds a part of each sequence. "
@@ -243,6 +245,13 @@ class Decoder:
         return self._known[key]
 
 
+def _text_decoder(base: PreTrainedModel) -> nn.Module:
+    """Return the module that runs a model's layers on embedded text."""
+    found = base.get_decoder()
+    inner = [module for module in base.children() if isinstance(module, PreTrainedModel)]
+    return inner[0] if found is base and len(inner) == 1 else found  # Llama-4 names it in a way that get_decoder does not know
+
+
 def _said(rows: int, length: int, positions: torch.Tensor | None) -> Said:
     """Read a part's positions (rows or 1, n). Copies a byte per token to the host and waits for it."""
     if positions is None or not length:
@@ -297,7 +306,9 @@ def _own(value: Any, rows: int, length: int, parts: Parts) -> Any:
         if tensor.dim() < 2 or tensor.shape[dim] != length:
             return tensor
         if parts.length > length:
-            tensor = torch.cat([tensor, tensor.new_zeros(*tensor.shape[:dim], parts.length - length, *tensor.shape[dim + 1 :])], dim)
+            tensor = torch.cat(
+                [tensor, tensor.new_zeros(*tensor.shape[:dim], parts.length - length, *tensor.shape[dim + 1 :])], dim
+            )
         return parts.own_of(tensor, dim)
 
     return tree_map(cut, value)
@@ -332,7 +343,9 @@ def _register() -> None:
     masking_utils.find_packed_sequence_indices = lambda positions: None if _thread.parallel else found(positions)
 
 
-def _attend(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any = None, **kwargs: Any) -> Any:
+def _attend(
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any = None, **kwargs: Any
+) -> Any:
     parts = vars(module).get(PARTS)
     if parts is not None:
         return attend(module, query, key, value, mask, parts, **kwargs)

@@ -227,7 +227,9 @@ class _Sent:
         self._sent = [x.contiguous() for x in tensors]
         self._come = [torch.empty_like(x) for x in self._sent]
         pairs = zip(self._sent, self._come, strict=True)
-        ops = [dist.P2POp(do, x, peer, group) for a, b in pairs for do, x, peer in ((dist.isend, a, onward), (dist.irecv, b, back))]
+        ops = [
+            dist.P2POp(do, x, peer, group) for a, b in pairs for do, x, peer in ((dist.isend, a, onward), (dist.irecv, b, back))
+        ]
         self._works = dist.batch_isend_irecv(ops)
 
     def wait(self) -> list[torch.Tensor]:

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from deepspeed.utils import groups
 
 import ds_memo
-from ds_memo.deepspeed import ulysses
+from ds_memo.deepspeed import sequence
 from tests.models import VOCAB, build
 
 STEPS, LENGTH = 5, 32
@@ -130,7 +130,7 @@ Loss = Callable[[torch.Tensor, torch.Tensor, deepspeed.DeepSpeedEngine], torch.T
 
 
 def train(
-    case: Case, memo: dict[str, Any] | None, over_ranks: Loss = ulysses.mean_over_ranks, evaluations: Collection[int] = ()
+    case: Case, memo: dict[str, Any] | None, over_ranks: Loss = sequence.mean_over_ranks, evaluations: Collection[int] = ()
 ) -> tuple[list[float], dict[str, Any] | None]:
     """The losses over all ranks, and memo's report.
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.distributed.nn.functional import all_gather
 
-from ds_memo.deepspeed import ulysses
+from ds_memo.deepspeed import sequence
 from ds_memo.swap import streams
 from ds_memo.tiles.layer import TiledCall
 from tests.deepspeed import matrix
@@ -27,7 +27,7 @@ class TestQuick(DistributedTest):
         case, want = matrix.Case(1, "fp32", 1, ranks_per_sequence=2), matrix.reference()
 
         def unweighted(loss, labels, engine):
-            return ulysses.mean_over_ranks(loss, torch.zeros_like(labels), engine)
+            return sequence.mean_over_ranks(loss, torch.zeros_like(labels), engine)
 
         def as_in_the_tutorial(loss, labels, engine):
             counts = all_gather((labels != -100).sum().float())

@@ -79,7 +79,7 @@ class Packed:
     def forward(self, model: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
         """This rank's part of a sequence-parallel model's logits, and the loss over whole sequences."""
         logits = model(input_ids=part(self.tokens), position_ids=part(self.positions), use_cache=False).logits
-        return logits, ulysses.mean_over_ranks(mean_loss(logits, part(self.labels)), part(self.labels), SUMS)
+        return logits, sequence.mean_over_ranks(mean_loss(logits, part(self.labels)), part(self.labels), SUMS)
 
     def in_parts(self, model: torch.nn.Module) -> tuple[torch.Tensor, dict[str, torch.Tensor | None]]:
         logits, loss = self.forward(model)
@@ -237,7 +237,7 @@ class TestUlysses(DistributedTest):
             wants = {layout: Packed(layout).apart(build(name)) for layout in (UNPACKED, *LAYOUTS)}
             for alpha in alphas:
                 model = build(name)
-                ulysses.set_up(model, 2)
+                sequence.set_up(model, 2)
                 handle = ds_memo.attach(model, memo(alpha)) if alpha is not None else None
                 for layout in (UNPACKED, UNPACKED, HALVES, HALVES, SPREAD, SPREAD, PADDED, HALVES, PADDED, UNPACKED):
                     assert_as_apart(Packed(layout).in_parts(model), wants[layout])
@@ -249,7 +249,7 @@ class TestUlysses(DistributedTest):
         for implementation, alpha in (*alone, *((name, 0.5) for name in ("flex_attention", *FLASHES))):
             model = build("llama")
             use(model, implementation, monkeypatch)
-            ulysses.set_up(model, 2)
+            sequence.set_up(model, 2)
             handle = ds_memo.attach(model, memo(alpha)) if alpha is not None else None
             for layout in (UNPACKED, UNPACKED, *LAYOUTS, *LAYOUTS):
                 assert_as_apart(Packed(layout).in_parts(model), wants[layout])
@@ -259,7 +259,7 @@ class TestUlysses(DistributedTest):
         """A negative control of the tests above: DeepSpeed's attention as it is."""
         monkeypatch.setattr(ulysses, "attention_within", lambda name, attend, position_ids: attend)
         model = build("llama")
-        ulysses.set_up(model, 2)
+        sequence.set_up(model, 2)
         assert_as_apart(Packed(UNPACKED).in_parts(model), Packed(UNPACKED).apart(build("llama")))
         for layout in LAYOUTS:
             with pytest.raises(Different, match="logits"):
@@ -270,7 +270,7 @@ class TestUlysses(DistributedTest):
         """Two forwards of other documents and an evaluation before the backwards, and one buffer for all position_ids."""
         looks = counted(monkeypatch)
         model = build("llama")
-        ulysses.set_up(model, 2)
+        sequence.set_up(model, 2)
         if alpha is None:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         else:
@@ -283,7 +283,7 @@ class TestUlysses(DistributedTest):
             for pack in packs:
                 buffer.copy_(part(pack.positions))
                 logits = model(input_ids=part(pack.tokens), position_ids=buffer, use_cache=False).logits
-                losses.append(ulysses.mean_over_ranks(mean_loss(logits, part(pack.labels)), part(pack.labels), SUMS))
+                losses.append(sequence.mean_over_ranks(mean_loss(logits, part(pack.labels)), part(pack.labels), SUMS))
             buffer.copy_(part(evaluated.positions))
             with torch.no_grad():
                 got = whole(model(input_ids=part(evaluated.tokens), position_ids=buffer, use_cache=False).logits)
@@ -296,7 +296,7 @@ class TestUlysses(DistributedTest):
     def test_a_replay_that_takes_the_latest_documents(self, monkeypatch):
         """A negative control of the test above."""
         model = build("llama")
-        ulysses.set_up(model, 2)
+        sequence.set_up(model, 2)
         model.gradient_checkpointing_enable({"use_reentrant": False})
         latest = Latest()
         monkeypatch.setattr(ulysses._parallel[model], "_within", latest)
@@ -309,7 +309,7 @@ class TestUlysses(DistributedTest):
     def test_documents_that_change_with_every_step(self):
         """Layers whose calls keep leaving their recipes are analysed in each; steps alike have one again."""
         model = build("llama")
-        ulysses.set_up(model, 2)
+        sequence.set_up(model, 2)
         handle = ds_memo.attach(model, memo(0.5))
         generator = random.Random(0)
         recomputed = []
@@ -327,7 +327,7 @@ class TestUlysses(DistributedTest):
         pack.positions = pack.positions[:1]
         for alpha in (None, 0.5):
             model = build("llama")
-            ulysses.set_up(model, 2)
+            sequence.set_up(model, 2)
             if alpha is not None:
                 ds_memo.attach(model, memo(alpha))
             for _ in range(2):
@@ -340,7 +340,7 @@ class TestUlysses(DistributedTest):
         pack = Packed(((7, 57), (20, 44)))
         want = pack.apart(build("llama"))[0]
         model = build("llama")
-        ulysses.set_up(model, 2)
+        sequence.set_up(model, 2)
         for pad in (0, 1):
             for positions, lengths in zip(pack.positions, pack.lengths, strict=True):
                 positions[: lengths[0]] = pad
@@ -353,7 +353,7 @@ class TestUlysses(DistributedTest):
         pack = Packed(HALVES)
         tokens, positions = part(pack.tokens), part(pack.positions)
         model = build("llama")
-        ulysses.set_up(model, 2)
+        sequence.set_up(model, 2)
         gap = Packed(UNPACKED).positions.clone()
         gap[1, 40:] += 5
         with pytest.raises(ds_memo.MemoError, match="position_ids of row 1 rise from 39 to 45 at token 40; expected steps of 1"):
@@ -365,13 +365,13 @@ class TestUlysses(DistributedTest):
         ALL_ATTENTION_FUNCTIONS.register("of_my_own", sdpa_attention_forward)
         model = build("llama")
         model.config._attn_implementation = "of_my_own"
-        ulysses.set_up(model, 2)
+        sequence.set_up(model, 2)
         with pytest.raises(ds_memo.MemoError, match=r'position_ids of row 0 start again at token 32.*"of_my_own".*is not known'):
             model(input_ids=tokens, position_ids=positions)
         assert_as_apart(Packed(UNPACKED).in_parts(model), Packed(UNPACKED).apart(build("llama")))
         window = build("mistral")
         use(window, "flex_attention", monkeypatch)
-        ulysses.set_up(window, 2)
+        sequence.set_up(window, 2)
         with pytest.raises(ds_memo.MemoError, match=r'a window of 8 tokens of 64.*"flex_attention" knows.*flash_attention_2'):
             window(input_ids=tokens, position_ids=positions)
 
@@ -383,7 +383,7 @@ class TestUlysses(DistributedTest):
         for first in ((), (20,)):  # one document; packed
             seen.clear()
             model = build("llama")
-            ulysses.set_up(model, 2)
+            sequence.set_up(model, 2)
             cache = str(tmp_path / str(len(first)))
             handle = ds_memo.attach(model, {"tile_tokens": 0, "plan": {"enabled": False}, "cache_dir": cache})
             Packed(((*first, 400 - sum(first)),)).in_parts(model)
@@ -417,7 +417,7 @@ class TestUlysses(DistributedTest):
         looks = counted(monkeypatch)
         for pack, want in zip(packs, wants, strict=True):
             logits = engine(input_ids=part(pack.tokens), position_ids=part(pack.positions), use_cache=False).logits
-            loss = ulysses.mean_over_ranks(mean_loss(logits, part(pack.labels)), part(pack.labels), engine)
+            loss = sequence.mean_over_ranks(mean_loss(logits, part(pack.labels)), part(pack.labels), engine)
             engine.backward(loss)
             engine.step()
             assert loss.item() == pytest.approx(want, rel=EXACT)
@@ -429,7 +429,7 @@ class TestFewKeyHeads(DistributedTest):
 
     def test_more_ranks_than_key_and_value_heads(self):
         model = build("llama")  # 4 heads, 2 of them for keys and values
-        ulysses.set_up(model, 4)
+        sequence.set_up(model, 4)
         ds_memo.attach(model, memo(0.5))
         for layout in LAYOUTS * 2:
             assert_as_apart(Packed(layout).in_parts(model), Packed(layout).apart(build("llama")))

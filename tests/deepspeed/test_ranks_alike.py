@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 import ds_memo
-from ds_memo.deepspeed import ulysses
+from ds_memo.deepspeed import sequence
 from ds_memo.distributed import agree
 from ds_memo.planned_alloc import runtime
 from ds_memo.remat.checkpoint import CannotTile
@@ -60,7 +60,7 @@ def in_parts(name: str, memo: dict[str, Any], seconds: float = 20, **shape: Any)
     """Attach a model that is sequence-parallel; yield it, its handle, and the gradients of whole sequences."""
     _set_pg_timeout(timedelta(seconds=seconds), torch.distributed.group.WORLD)
     want, model = whole_gradients(build(name, **shape)), build(name, **shape)
-    ulysses.set_up(model, 2)
+    sequence.set_up(model, 2)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ds_memo.MemoWarning)
         handle = ds_memo.attach(model, memo)

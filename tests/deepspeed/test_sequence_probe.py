@@ -117,7 +117,7 @@ def probed(mlp: Any = None, exchanging: bool = False) -> None:
     model = build("llama")
     layer = model.model.layers[1]
     layer.mlp = mlp(layer.mlp) if mlp else layer.mlp
-    ulysses.set_up(model, 2)
+    sequence.set_up(model, 2)
     own = ulysses._parallel[model]
 
     @contextmanager
@@ -148,7 +148,7 @@ class TestProbe(DistributedTest):
             model = architectures.build(name).eval()
             want = whole_gradients(model)
             model.zero_grad()
-            ulysses.set_up(model, 2)
+            sequence.set_up(model, 2)
             with pytest.raises(AssertionError, match="gradient"):
                 assert_same_grads(gradients_of_parts(model), want, 0.1)
 
@@ -160,7 +160,7 @@ class TestProbe(DistributedTest):
         want = whole_loss(build("llama"))
         engine = start(asks_for_labels, stage=3)  # whose order of gathers the probe leaves alone
         loss = engine(input_ids=tokens, position_ids=positions, labels=labels)
-        loss = ulysses.mean_over_ranks(loss, labels, engine)
+        loss = sequence.mean_over_ranks(loss, labels, engine)
         assert loss.item() == pytest.approx(want, rel=1e-6)
         engine.backward(loss)
         engine.step()
@@ -175,9 +175,9 @@ class TestProbe(DistributedTest):
         model.model.layers[1].mlp = Count(model.model.layers[1].mlp)
         model.model.layers[2].eval()
         before = copy.deepcopy(model), generators()
-        ulysses.set_up(model, 2)
+        sequence.set_up(model, 2)
         hooks = [len(vars(module)[table]) for module in model.modules() for table in TABLES]
-        ulysses.refuse_inexact(model, model)
+        sequence.refuse_inexact(model, model)
         assert torch.equal(before[1], generators())
         assert hooks == [len(vars(module)[table]) for module in model.modules() for table in TABLES]
         for module, was in zip(model.modules(), before[0].modules(), strict=True):

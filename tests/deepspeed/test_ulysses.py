@@ -12,7 +12,7 @@ from transformers import AutoConfig
 
 import ds_memo
 from ds_memo.autotune.policy import PlacementPolicy
-from ds_memo.deepspeed import ulysses
+from ds_memo.deepspeed import sequence
 from ds_memo.head_groups import HeadGroup
 from ds_memo.hf.attention import wrap_attention
 from ds_memo.placement import Placement, PlacementKind, Tiles
@@ -50,7 +50,7 @@ def whole_gradients(model, seed=0, rows=2):
 def gradients_of_parts(model, seed=0, rows=2):
     tokens, positions, labels = map(part, batch(seed, rows))
     loss = mean_loss(model(input_ids=tokens, position_ids=positions, use_cache=False).logits, labels)
-    ulysses.mean_over_ranks(loss, labels, SUMS).backward()
+    sequence.mean_over_ranks(loss, labels, SUMS).backward()
     for parameter in model.parameters():
         if parameter.grad is not None:
             dist.all_reduce(parameter.grad)
@@ -65,7 +65,7 @@ class TestGradients(DistributedTest):
         for name in ("llama", "qwen3", "neox", "mixtral"):
             want = whole_gradients(build(name))
             parallel = build(name)
-            ulysses.set_up(parallel, 2)
+            sequence.set_up(parallel, 2)
             assert_same_grads(gradients_of_parts(parallel), want, FP32)
             handle = ds_memo.attach(parallel, MEMO)
             for _ in range(3):  # analysed, then recorded
@@ -77,14 +77,14 @@ class TestGradients(DistributedTest):
 
     def test_a_plain_model_beside_it_stays_plain(self):
         want = whole_gradients(build("llama"))
-        ulysses.set_up(build("llama"), 2)
+        sequence.set_up(build("llama"), 2)
         assert_same_grads(whole_gradients(build("llama")), want, 0.0)
         assert_same_grads(whole_gradients(build("qwen2")), whole_gradients(build("qwen2")), 0.0)
 
     def test_ranks_that_see_a_call_differently_stay_in_step(self):
         """One rank analyses what the other follows, and their alphas differ: all-to-alls still meet, gradients are right."""
         parallel = build("llama")
-        ulysses.set_up(parallel, 2)
+        sequence.set_up(parallel, 2)
         handle = ds_memo.attach(parallel, MEMO | {"alpha": 0.25 + 0.5 * dist.get_rank()})
         for step in range(6):
             if step % 3 == dist.get_rank():
@@ -94,14 +94,14 @@ class TestGradients(DistributedTest):
 
     def test_a_part_without_labels(self):
         parallel = build("llama")
-        ulysses.set_up(parallel, 2)
+        sequence.set_up(parallel, 2)
         tokens, positions, labels = batch()
         labels[:, : LENGTH // 2] = -100
         model = build("llama")
         want = mean_loss(model(input_ids=tokens, use_cache=False).logits, labels)
         loss = mean_loss(parallel(input_ids=part(tokens), position_ids=part(positions)).logits, part(labels))
         assert torch.isnan(loss) == (dist.get_rank() == 0)
-        loss = ulysses.mean_over_ranks(loss, part(labels), SUMS)
+        loss = sequence.mean_over_ranks(loss, part(labels), SUMS)
         assert loss.item() == pytest.approx(want.item(), rel=1e-6)
         loss.backward()
         grads = [p.grad for p in parallel.parameters() if p.grad is not None]
@@ -110,24 +110,24 @@ class TestGradients(DistributedTest):
     def test_what_goes_wrong_is_said_by_every_rank(self):
         tokens, positions, _ = batch()
         model = build("llama")
-        ulysses.set_up(model, 2)
+        sequence.set_up(model, 2)
         rank = dist.get_rank()
         with pytest.raises(ds_memo.MemoError, match=f"Part {rank} of .* tokens {rank * 12} to {rank * 12 + 11} of 24"):
             model(input_ids=part(tokens))
         window = build("mistral")  # of 8 tokens
-        ulysses.set_up(window, 2)
+        sequence.set_up(window, 2)
         with pytest.raises(ds_memo.MemoError, match=r"a window of 8 tokens of 24.*flash_attention_2"):
             window(input_ids=part(tokens), position_ids=part(positions))
         with pytest.raises(ds_memo.MemoError, match=r'attn_implementation="eager" needs a mask'):
-            ulysses.set_up(build("llama", attn_implementation="eager"), 2)
+            sequence.set_up(build("llama", attn_implementation="eager"), 2)
         with pytest.raises(ds_memo.MemoError, match="Toy is no Hugging Face model"):
-            ulysses.set_up(Toy(), 2)
+            sequence.set_up(Toy(), 2)
         with pytest.raises(ds_memo.MemoConfigError, match="sequence_parallel_size: got 4, but the 2 ranks of this run"):
-            ulysses.set_up(build("llama"), 4)
+            sequence.set_up(build("llama"), 4)
 
     def test_parts_of_unequal_size_are_said_by_every_rank(self):
         model = build("llama")
-        ulysses.set_up(model, 2)
+        sequence.set_up(model, 2)
         tokens, positions, _ = batch(rows=3)
         mine = (slice(0, 3), slice(0, 10)) if dist.get_rank() == 0 else (slice(0, 2), slice(10, 24))
         with pytest.raises(ds_memo.MemoError, match=r"unequal size \(rows x tokens: 3 x 10 on rank 0, 2 x 14 on rank 1\)"):
@@ -145,7 +145,7 @@ class TestGradients(DistributedTest):
             shape = {"rope_parameters": {"rope_theta": 1e4, **rope}, "max_position_embeddings": 16}
             want = whole_gradients(build("llama", **shape))
             parallel = build("llama", **shape)
-            ulysses.set_up(parallel, 2)
+            sequence.set_up(parallel, 2)
             if off is None:
                 assert_same_grads(gradients_of_parts(parallel), want, FP32)
                 continue
@@ -157,10 +157,10 @@ class TestGradients(DistributedTest):
 
     def test_split(self):
         """Both ranks read batches of their own and get their part of all, in turn, with every label."""
-        ulysses.set_up(build("llama"), 2)
+        sequence.set_up(build("llama"), 2)
         names = ("input_ids", "position_ids", "labels")
         own = [dict(zip(names, batch(10 * read + dist.get_rank()), strict=True)) | {"kind": read} for read in (0, 1)]
-        parts = list(ulysses.split(own, torch.device("cpu")))
+        parts = list(sequence.split(own, torch.device("cpu")))
         for number, got in enumerate(parts):
             read, rank = divmod(number, 2)
             tokens, positions, labels = map(part, batch(10 * read + rank))
@@ -176,7 +176,7 @@ IN_TILES = {"alpha": 0.0, "resident_layers": 0, "plan": {"enabled": False}, "til
 def gradients_in_groups(name, ranks, groups, **shape):
     """Return those of a model in tiles, and the groups that attention's backward ran for."""
     parallel, ran = build(name, **shape), set()
-    ulysses.set_up(parallel, ranks)
+    sequence.set_up(parallel, ranks)
     handle = ds_memo.attach(parallel, IN_TILES | {"head_groups": groups})
     with pytest.MonkeyPatch.context() as patch:
         note = lambda right, *args: ran.add((args[2].number, args[2].groups)) or right(*args)  # noqa: E731
@@ -206,7 +206,7 @@ class TestHeadGroups(DistributedTest):
         again = Placement(PlacementKind.SWAPPED_ATTENTION_RECOMPUTED, 0.0, tiles=Tiles(4, 2))
         monkeypatch.setattr(PlacementPolicy, "placement", lambda self, layer: again)
         want, parallel = whole_gradients(build("llama")), build("llama")
-        ulysses.set_up(parallel, 2)
+        sequence.set_up(parallel, 2)
         handle = ds_memo.attach(parallel, IN_TILES)
         for step in range(1, 3):
             assert_same_grads(gradients_of_parts(parallel), want, FP32)
@@ -225,7 +225,7 @@ class TestHeadGroups(DistributedTest):
 
         wrap_attention("sdpa", noisy)
         parallel = build("llama", num_hidden_layers=2)
-        ulysses.set_up(parallel, 2)
+        sequence.set_up(parallel, 2)
         ds_memo.attach(parallel, IN_TILES | {"head_groups": 2})
         for _ in range(3):
             drawn.clear()
@@ -253,7 +253,7 @@ class TestHeadGroups(DistributedTest):
         for now.departs in range(2):
             now.step = 0
             parallel = build("llama")
-            ulysses.set_up(parallel, 2)
+            sequence.set_up(parallel, 2)
             handle = ds_memo.attach(parallel, IN_TILES | {"head_groups": 2})
             for now.step in range(3):
                 now.calls = 0
@@ -302,7 +302,7 @@ def config(**fields):
 
 @pytest.mark.parametrize("size, world, length", [(1, 3, 5), (2, 4, 64), (4, 4, 64), (12, 12, 24), (12, 24, None)])
 def test_what_fits(size, world, length):
-    ulysses.check(size, config(), world, length)
+    sequence.check(size, config(), world, length)
 
 
 @pytest.mark.parametrize(
@@ -317,19 +317,19 @@ def test_what_fits(size, world, length):
 )
 def test_what_does_not_fit_is_refused_with_numbers(size, world, length, message):
     with pytest.raises(ds_memo.MemoConfigError, match=message):
-        ulysses.check(size, config(), world, length)
+        sequence.check(size, config(), world, length)
 
 
 @pytest.mark.parametrize("value", [0, -2, 1.5, "2", True, None])
 def test_the_field(value):
-    assert ulysses.size_in({}) == 1 and ulysses.size_in({"sequence_parallel_size": 4}) == 4
+    assert sequence.size_in({}) == 1 and sequence.size_in({"sequence_parallel_size": 4}) == 4
     with pytest.raises(ds_memo.MemoConfigError, match="a whole number above 0"):
-        ulysses.size_in({"sequence_parallel_size": value})
+        sequence.size_in({"sequence_parallel_size": value})
 
 
 def test_reduce_scatter():
     zero = {"stage": 3, "reduce_scatter": False}
     with pytest.raises(ds_memo.MemoConfigError, match=r"zero_optimization\.reduce_scatter"):
-        ulysses.refuse_conflicts({"zero_optimization": zero})
-    ulysses.refuse_conflicts({"zero_optimization": zero | {"stage": 2}})
-    ulysses.refuse_conflicts({})
+        sequence.refuse_conflicts({"zero_optimization": zero})
+    sequence.refuse_conflicts({"zero_optimization": zero | {"stage": 2}})
+    sequence.refuse_conflicts({})

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 import ds_memo
-from ds_memo.deepspeed import ulysses
+from ds_memo.deepspeed import sequence
 from tests import architectures
 from tests.deepspeed.matrix import mean_loss
 from tests.deepspeed.test_ulysses import SUMS, part
@@ -66,10 +66,10 @@ def in_parts(name: str) -> float:
     mean_loss(whole, labels).backward()
     want = gradients(model)
     model.zero_grad()
-    ulysses.set_up(model, 2)
-    ulysses.refuse_inexact(model, model)
+    sequence.set_up(model, 2)
+    sequence.refuse_inexact(model, model)
     logits = model(input_ids=part(tokens), position_ids=part(positions), use_cache=False).logits
-    ulysses.mean_over_ranks(mean_loss(logits, part(labels)), part(labels), SUMS).backward()
+    sequence.mean_over_ranks(mean_loss(logits, part(labels)), part(labels), SUMS).backward()
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad

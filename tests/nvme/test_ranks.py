@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import ds_memo
-from ds_memo.deepspeed import ulysses
+from ds_memo.deepspeed import sequence
 from ds_memo.errors import MemoError
 from ds_memo.nvme import direct_files, directory
 from tests.deepspeed.engines import ds_config, start, train
@@ -73,7 +73,7 @@ class TestTwoRanks(DistributedTest):
         wanted, peak = None, 0
         for memo in ("host", "files"):
             parallel = model()
-            ulysses.set_up(parallel, 2)
+            sequence.set_up(parallel, 2)
             handle = ds_memo.attach(parallel, MEMO if memo == "host" else over_files(tmp_path, peak // 2))
             for _ in range(3):
                 found = gradients_of_parts(parallel)

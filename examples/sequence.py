@@ -1,7 +1,7 @@
-"""torchrun --nproc-per-node 2 examples/ulysses.py
+"""torchrun --nproc-per-node 2 examples/sequence.py
 
 Shows two ranks that share each sequence (DeepSpeed's Ulysses) under memo: one key in the configuration and two calls around
-the loop's. `ulysses.split` gives each rank its half of a sequence, `ulysses.mean_over_ranks` returns the whole sequence's loss.
+the loop's. `sequence.split` gives each rank its half of a sequence, `sequence.mean_over_ranks` returns the whole sequence's loss.
 """
 
 import itertools
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import ds_memo
-from ds_memo.deepspeed import ulysses
+from ds_memo.deepspeed import sequence
 
 SEQ, STEPS = 2048, 10  # tokens are bytes; each rank holds SEQ / 2 of a sequence
 CONFIG = {
@@ -39,11 +39,11 @@ engine, *_ = ds_memo.initialize(model=model, model_parameters=model.parameters()
 windows = data.split(SEQ + 1)[engine.global_rank : -1 : engine.world_size]
 positions = torch.arange(SEQ)[None]
 sequences = ({"input_ids": w[None, :-1], "labels": w[None, 1:], "position_ids": positions} for w in windows)
-parts = ulysses.split(sequences, engine.device)  # every tensor (1, SEQ / 2)
+parts = sequence.split(sequences, engine.device)  # every tensor (1, SEQ / 2)
 for step, part in enumerate(itertools.islice(parts, STEPS), start=1):
     logits = engine(input_ids=part["input_ids"], position_ids=part["position_ids"]).logits
     loss = F.cross_entropy(logits[0].float(), part["labels"][0])
-    loss = ulysses.mean_over_ranks(loss, part["labels"], engine)
+    loss = sequence.mean_over_ranks(loss, part["labels"], engine)
     engine.backward(loss)
     engine.step()
     if engine.global_rank == 0:
