@@ -1,7 +1,7 @@
 """Probe of sequence parallelism: a short sequence must come out alike, whole on each rank and in parts on the ranks of its group.
 
-Ranks exchange tokens in the functions that ds_memo.sequence catches. A module that mixes tokens elsewhere (a token shift, attention
-of its own), or numbers them by itself, starts anew on each rank. Gradients are then off by tens of per cent, the loss by 1e-4.
+Ranks exchange tokens in the functions that ds_memo.sequence catches. A module that mixes tokens elsewhere (a token shift, its own
+attention), or numbers them by itself, starts anew on each rank. Gradients are then off by tens of per cent, the loss by 1e-4.
 
 The sequence runs whole first, and what goes into and comes out of each module is kept. It then runs in parts. There each value
 is compared with the kept one and replaced by it, so every module computes from the same values as in the whole run. Differences
@@ -100,8 +100,8 @@ def refuse_inexact(
     (_, name, token), off = min(firsts)
     raise MemoError(
         f"{FIELD} {ranks}: {_described(model, name)} computes token {token} of {part * ranks} {off:.0%} away from what it is in "
-        "a whole sequence. It mixes tokens outside the functions that ds_memo knows (Transformers' attention, "
-        f'scans, convolutions), or numbers them by itself: each of the {ranks} parts would start anew. Use "{FIELD}": 1; layers in tiles '
+        "a whole sequence. It mixes tokens outside the functions that ds_memo knows (Transformers' attention, scans, "
+        f'convolutions), or numbers them by itself: each of the {ranks} parts would start anew. Use "{FIELD}": 1; layers in tiles '
         "(memo.tile_tokens) or ZeRO-3 make room for longer sequences on a rank"
     )
 
@@ -185,7 +185,7 @@ class _Comparison:
     def _tokens(self, name: str, goes_in: bool) -> list[int]:
         """Return this rank's tokens of the whole sequence, where a value passes."""
         within = self._decoder + "." if self._decoder else ""
-        inside = name.startswith(within) and name != self._decoder or (name == self._decoder and goes_in)
+        inside = goes_in if name == self._decoder else name.startswith(within)
         return self._inside if inside else self._outside
 
     def _of_part(self, value: Any, tokens: list[int], by_rows: bool) -> tuple[torch.Tensor, int] | None:

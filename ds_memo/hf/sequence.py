@@ -1,9 +1,9 @@
 """Sequence parallelism of a Hugging Face model: its attention, its masks, and where tokens enter and leave its text decoder.
 
-A caller gives each rank its part of every sequence, one rank after another, of any lengths. At the decoder's entrance the ranks tell
-each other their lengths and documents. Where these parts are not the ones that attention wants (a ring, lengths that do not divide),
-tokens move there, and hidden states move back at the exit. A model with towers, for images say, is given whole sequences on every
-rank: the tokens' places are filled first, then the entrance takes this rank's part.
+A caller gives each rank its part of every sequence, one rank after another, of any lengths. At the decoder's entrance the ranks
+tell each other their lengths and documents. Where these parts are not the ones that attention wants (a ring, lengths that do not
+divide), tokens move there, and hidden states move back at the exit. A model with towers, for images say, is given whole sequences
+on every rank: the tokens' places are filled first, then the entrance takes this rank's part.
 """
 
 from __future__ import annotations
@@ -169,8 +169,8 @@ class Decoder:
         else:
             if positions is not None and positions.dim() != 2:
                 raise MemoError(
-                    f"{FIELD} {self.ranks.size}: position_ids have the shape {tuple(positions.shape)}; expected (rows, tokens): this "
-                    "rank's part has positions of one axis"
+                    f"{FIELD} {self.ranks.size}: position_ids have the shape {tuple(positions.shape)}; expected (rows, tokens), "
+                    "since this rank's part has positions of one axis"
                 )
             said = self._from_all(_said(rows, length, positions))
             self._refuse_lengths(said)
@@ -350,10 +350,8 @@ def _attend(
     if parts is not None:
         return attend(module, query, key, value, mask, parts, **kwargs)
     name = _of_configs[id(module.config)][1]
-    if name == "eager":
-        attention = sys.modules[type(module).__module__].eager_attention_forward
-    else:
-        attention = ALL_ATTENTION_FUNCTIONS[name]
+    source = sys.modules[type(module).__module__]
+    attention = source.eager_attention_forward if name == "eager" else ALL_ATTENTION_FUNCTIONS[name]
     return attention(module, query, key, value, mask, **kwargs)
 
 

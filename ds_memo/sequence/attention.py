@@ -1,8 +1,8 @@
 """Attention over whole sequences whose tokens lie on several ranks.
 
-The ranks of an Ulysses group trade tokens for heads, then keys and values travel around the ring. All that the ring computes is one
-op, whose outputs are the result for this rank's heads and its log-sum-exp over all keys. Its backward needs these and q, k, v alone.
-So memo keeps them like those of any attention kernel, and a replay trades heads again but runs no ring.
+The ranks of an Ulysses group trade tokens for heads, then keys and values travel around the ring. All that the ring computes is
+one op, whose outputs are the result for this rank's heads and its log-sum-exp over all keys. Its backward needs these and q, k, v
+alone. So memo keeps them like those of any attention kernel, and a replay trades heads again but runs no ring.
 """
 
 from __future__ import annotations
@@ -117,8 +117,8 @@ def _refuse(module: nn.Module, dropout: float, others: dict[str, Any]) -> None:
     for argument, given in others.items():
         if isinstance(given, torch.Tensor) and argument not in _HARMLESS:
             raise MemoError(
-                f"{name} hands its attention function {argument}, a tensor of shape {tuple(given.shape)}, which attention in parts "
-                'does not know and would leave out. Use "sequence_parallel_size": 1'
+                f"{name} hands its attention function {argument}, a tensor of shape {tuple(given.shape)}, which attention in "
+                'parts does not know and would leave out. Use "sequence_parallel_size": 1'
             )
 
 
@@ -208,8 +208,10 @@ def _backward(
 
 
 def _around(ranks: SequenceRanks, *tensors: torch.Tensor) -> Any:
-    """Yield the tensors of every ring number, this rank's first, then those of the ranks before it. The next ones are on their way
-    while a caller uses these: two of each are alive."""
+    """Yield the tensors of every ring number, this rank's first, then those of the ranks before it.
+
+    The next ones are on their way while a caller uses these: beside this rank's own, two of each are alive.
+    """
     here = list(tensors)
     for _ in range(ranks.ring - 1):
         coming = _Sent(ranks, here)

@@ -19,8 +19,8 @@ from ds_memo.remat.layer_state import PLAIN
 from ds_memo.sequence.ranks import SequenceRanks
 
 PARTS = "_ds_memo_parts"
-"""Attribute of every module of a sequence-parallel decoder: the Parts of the forward under way, or of the latest. None: it has whole
-sequences. A replay under memo puts back what its forward saw."""
+"""Attribute of every module of a sequence-parallel decoder: the Parts of the forward under way, or of the latest one. None: it
+has whole sequences. A replay under memo puts back what its forward saw."""
 Pieces = tuple[tuple[int, int], ...]
 """First token, and the one behind the last, of each piece in the order in which a rank holds them."""
 
