@@ -101,8 +101,8 @@ def refuse_inexact(
     raise MemoError(
         f"{FIELD} {ranks}: {_described(model, name)} computes token {token} of {part * ranks} {off:.0%} away from what it is in "
         "a whole sequence. It mixes tokens outside the functions that ds_memo knows (Transformers' attention, scans, "
-        f'convolutions), or numbers them by itself: each of the {ranks} parts would start anew. Use "{FIELD}": 1; layers in tiles '
-        "(memo.tile_tokens) or ZeRO-3 make room for longer sequences on a rank"
+        f'convolutions), or numbers them by itself: each of the {ranks} parts would start anew. Use "{FIELD}": 1; layers in '
+        "tiles (memo.tile_tokens) or ZeRO-3 make room for longer sequences on a rank"
     )
 
 

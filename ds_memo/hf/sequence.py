@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -29,7 +29,7 @@ from ds_memo.hf.rotary import seen_by_rotary
 from ds_memo.sequence.attention import attend
 from ds_memo.sequence.exchange import move
 from ds_memo.sequence.masks import Mask
-from ds_memo.sequence.parts import PARTS, Parts, Pieces, contiguous, even
+from ds_memo.sequence.parts import PARTS, Parts, Pieces, contiguous, even, parts_of
 from ds_memo.sequence.ranks import SequenceRanks
 
 FIELD = "sequence_parallel_size"
@@ -98,6 +98,9 @@ class Decoder:
         """Those that the model was called with. Some do not hand them on."""
         self._leaving: list[tuple[list[Pieces], list[Pieces]]] = []
         """Pieces as ranks hold them inside, and as a caller does, of the forward under way."""
+        self._awaiting: set[Parts] = set()
+        """Parts of forwards with gradients since the latest backward."""
+        self._was_backward = False
         self._is_off = False
         _register()
         for module in (*self._modules, *around):
@@ -177,6 +180,8 @@ class Decoder:
         parts = self._parts(said)
         if parts is not vars(module)[PARTS]:
             self._hold(parts)
+        if torch.is_grad_enabled():
+            self._await_backward(parts)
         callers = contiguous(even(length, self.ranks.size) if self.takes_whole else [one.length for one in said])
         if "position_ids" in self._signature.parameters and positions is None:
             first = 0 if self.takes_whole else callers[self.ranks.number][0][0] if callers[self.ranks.number] else 0
@@ -195,7 +200,12 @@ class Decoder:
 
     def _leave(self, module: nn.Module, args: tuple, output: Any) -> Any:
         """Give hidden states back as the caller's parts lie."""
-        if module is not self.module or self._is_off or not self._leaving:
+        if module is not self.module or self._is_off:
+            return output
+        for value in tree_leaves(output):
+            if isinstance(value, torch.Tensor) and value.requires_grad:
+                value.register_hook(self._begin_backward)
+        if not self._leaving:
             return output
         inside, callers = self._leaving.pop()
         own = vars(module)[PARTS].own
@@ -205,6 +215,20 @@ class Decoder:
             return move(value, inside, callers, self.ranks.group) if is_hidden else value
 
         return tree_map(back, output)
+
+    def _await_backward(self, parts: Parts) -> None:
+        """Note a forward, so that a checkpoint that runs it again after another one is refused if it cannot tell them apart."""
+        if self._was_backward:
+            for other in self._awaiting:
+                other.among_others = False
+            self._awaiting.clear()
+            self._was_backward = False
+        self._awaiting.add(parts)
+        for other in self._awaiting:
+            other.among_others = len(self._awaiting) > 1
+
+    def _begin_backward(self, gradient: torch.Tensor) -> None:
+        self._was_backward = True
 
     def _moved(self, value: Any, length: int, callers: list[Pieces], parts: Parts) -> Any:
         if not (isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[1] == length):
@@ -346,7 +370,7 @@ def _register() -> None:
 def _attend(
     module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any = None, **kwargs: Any
 ) -> Any:
-    parts = vars(module).get(PARTS)
+    parts = parts_of(module)
     if parts is not None:
         return attend(module, query, key, value, mask, parts, **kwargs)
     name = _of_configs[id(module.config)][1]

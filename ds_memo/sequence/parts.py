@@ -14,8 +14,11 @@ import math
 from collections.abc import Iterable, Sequence
 
 import torch
+from torch import nn
 
+from ds_memo.errors import MemoError
 from ds_memo.remat.layer_state import PLAIN
+from ds_memo.remat.modes import inside_a_layer
 from ds_memo.sequence.ranks import SequenceRanks
 
 PARTS = "_ds_memo_parts"
@@ -49,6 +52,8 @@ class Parts:
         self.plans: dict[object, object] = {}
         """What attention has worked out, by its mask."""
         self._shortened: dict[int, Parts] = {}
+        self.among_others = False
+        """True while forwards on other parts wait for their backwards, too."""
 
     def __deepcopy__(self, memo: dict) -> Parts:
         return self
@@ -119,6 +124,22 @@ class Parts:
 
 
 PLAIN.add(Parts)
+
+
+def parts_of(module: nn.Module) -> Parts | None:
+    """Return what a module of a sequence-parallel decoder runs on; None: whole sequences.
+
+    Raises:
+        MemoError: a checkpoint runs it again in a backward, and which forward's parts it had cannot be told.
+    """
+    parts: Parts | None = vars(module).get(PARTS)
+    if parts is not None and parts.among_others and torch._C._current_graph_task_id() != -1 and not inside_a_layer():
+        raise MemoError(
+            f"{type(module).__name__} is recomputed in a backward, after forwards of other lengths or documents, and ranks that "
+            "share sequences cannot tell which of them it belongs to. Run each forward's backward before the next forward, or let memo "
+            'recompute the layers ("memo": {"enabled": true} in place of gradient checkpointing)'
+        )
+    return parts
 
 
 def cut(pieces: Pieces, first: int, last: int) -> Pieces:
