@@ -19,7 +19,7 @@ from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import ds_memo
-from ds_memo.deepspeed import sequence_probe, ulysses
+from ds_memo.deepspeed import sequence, sequence_probe
 from tests import architectures
 from tests.deepspeed.matrix import mean_loss
 from tests.deepspeed.test_ulysses import batch, gradients_of_parts, part, whole_gradients
