@@ -136,7 +136,7 @@ def parts_of(module: nn.Module) -> Parts | None:
     if parts is not None and parts.among_others and torch._C._current_graph_task_id() != -1 and not inside_a_layer():
         raise MemoError(
             f"{type(module).__name__} is recomputed in a backward, after forwards of other lengths or documents, and ranks that "
-            "share sequences cannot tell which of them it belongs to. Run each forward's backward before the next forward, or let "
+            "share sequences cannot tell which of them it belongs to. Run each forward's backward before the next one, or let "
             'memo recompute the layers ("memo": {"enabled": true} in place of gradient checkpointing)'
         )
     return parts
