@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -44,12 +44,8 @@ _of_configs: dict[int, tuple[Any, str]] = {}
 """Configurations of sequence-parallel models by id, and the attention that each named before. Other models may share them."""
 
 
-class _Thread(threading.local):
-    parallel = 0
-    """Forwards of sequence-parallel models under way."""
-
-
-_thread = _Thread()
+_models: weakref.WeakKeyDictionary[nn.Module, Decoder] = weakref.WeakKeyDictionary()
+"""Sequence-parallel models."""
 
 
 class Said(NamedTuple):
@@ -101,13 +97,13 @@ class Decoder:
         self._awaiting: set[Parts] = set()
         """Parts of forwards with gradients since the latest backward."""
         self._was_backward = False
-        self._is_off = False
+        self.is_off = False
         _register()
         for module in (*self._modules, *around):
             if (config := getattr(module, "config", None)) is not None:
                 _take_over(module, config)
         base.register_forward_pre_hook(self._before_model, with_kwargs=True)
-        base.register_forward_hook(self._behind_model, always_call=True)
+        _models[base] = _models[self.module] = self
         self.module.register_forward_pre_hook(self._enter, with_kwargs=True)
         self.module.register_forward_hook(self._leave)
         self._hold(None)
@@ -120,12 +116,12 @@ class Decoder:
     def whole(self) -> Iterator[None]:
         """Run on whole sequences inside the block, each rank for itself and by the attention that was there before."""
         parts = vars(self.module)[PARTS]
-        self._is_off = True
+        self.is_off = True
         self._hold(None)
         try:
             yield
         finally:
-            self._is_off = False
+            self.is_off = False
             self._hold(parts)
 
     def _hold(self, parts: Parts | None) -> None:
@@ -136,19 +132,13 @@ class Decoder:
     # ---- hooks
 
     def _before_model(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        if module is self._base and not self._is_off:
-            _thread.parallel += 1
+        if module is self._base:
             self._positions = kwargs.get("position_ids")
-
-    def _behind_model(self, module: nn.Module, args: tuple, output: Any) -> None:
-        if module is self._base and not self._is_off:
-            _thread.parallel -= 1
-            self._positions = None
             self._leaving.clear()
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
         """Learn how whole sequences lie on the ranks, and give the decoder this rank's part."""
-        if module is not self.module or self._is_off:
+        if module is not self.module or self.is_off:
             return None
         given = _by_name(self._signature, args, kwargs)
         tokens = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
@@ -200,7 +190,7 @@ class Decoder:
 
     def _leave(self, module: nn.Module, args: tuple, output: Any) -> Any:
         """Give hidden states back as the caller's parts lie."""
-        if module is not self.module or self._is_off:
+        if module is not self.module or self.is_off:
             return output
         for value in tree_leaves(output):
             if isinstance(value, torch.Tensor) and value.requires_grad:
@@ -364,7 +354,7 @@ def _register() -> None:
     AttentionMaskInterface.register(NAME, _mask)
     found = masking_utils.find_packed_sequence_indices
     # Documents are found at the entrance.
-    masking_utils.find_packed_sequence_indices = lambda positions: None if _thread.parallel else found(positions)
+    masking_utils.find_packed_sequence_indices = lambda positions: None if _is_in_parts() else found(positions)
 
 
 def _attend(
@@ -377,6 +367,17 @@ def _attend(
     source = sys.modules[type(module).__module__]
     attention = source.eager_attention_forward if name == "eager" else ALL_ATTENTION_FUNCTIONS[name]
     return attention(module, query, key, value, mask, **kwargs)
+
+
+def _is_in_parts() -> bool:
+    """Return True inside a forward of a sequence-parallel model. Callers are asked: no interrupt can leave a wrong answer."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, PreTrainedModel) and caller in _models:
+            return not _models[caller].is_off
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
 
 
 def _ranks(module: nn.Module) -> int:
@@ -397,7 +398,7 @@ def _mask(
     **others: Any,
 ) -> Any:
     """Stand for a mask in Transformers' table."""
-    if not _thread.parallel:
+    if not _is_in_parts():
         named = {"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length, "mask_function": mask_function}
         interface = ALL_MASK_ATTENTION_FUNCTIONS[_of_configs[id(config)][1]]
         return interface(**named, config=config, **({} if local_size is None else {"local_size": local_size}), **others)
