@@ -27,6 +27,9 @@ BLOCK = 256
 """Queries of a block that has a mask."""
 LOGITS = 2**21
 """Queries × keys of a block, per head, where logits are tensors."""
+CAUSAL = (None, 0)
+"""Limits of a call that is_causal stands for: it counts from the first query and key."""
+UNMASKED = ((None, None), CAUSAL)
 
 Span = tuple[int, int]
 Limits = tuple[int | None, int | None]
@@ -273,7 +276,7 @@ def _kernel(q: Tensor, v: Tensor, scale: float, softcap: float) -> Kernel:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel with its settings. By default a call without limits, or causal with as many keys as queries, has no mask."""
+    """A kernel with its settings. By default a call has a mask, but not if it is causal or its queries see all keys."""
 
     scale: float
     softcap: float = 0.0
@@ -284,11 +287,8 @@ class Kernel:
 
     def calls(self, bands: Sequence[Band], rows: int, s: int, t: int) -> list[Call]:
         """Return the calls for these bands, in a batch of `rows` rows with `s` queries and `t` keys."""
-        return [
-            Call(block.row, block.queries, block.keys, block[3:])
-            for band in joined(bands)
-            for block in ([band] if band.after is None is band.before or _causal(Call(*band[:3], band[3:])) else cut(band, BLOCK))
-        ]
+        blocks = (block for band in joined(bands) for block in ([band] if band[3:] in UNMASKED else cut(band, BLOCK)))
+        return [Call(block.row, block.queries, block.keys, block[3:]) for block in blocks]
 
     def forward(self, qkv: Three, call: Call) -> tuple[Tensor, Tensor]:
         """Return output and log-sum-exp of a call, given its part of q, k and v."""
@@ -301,19 +301,14 @@ class Kernel:
 
 class Cpu(Kernel):
     def forward(self, qkv: Three, call: Call) -> tuple[Tensor, Tensor]:
-        how = self._mask(call, qkv[0])
-        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(*_swapped(qkv), 0.0, **how)
+        how = {"attn_mask": _mask(call, qkv[0]), "scale": self.scale}
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(*_swapped(qkv), 0.0, call.limits == CAUSAL, **how)
         return out.transpose(1, 2), lse
 
     def backward(self, grad: Tensor, qkv: Three, out: Tensor, lse: Tensor, call: Call) -> Three:
-        how = self._mask(call, qkv[0])
-        given = _swapped([x.contiguous() for x in (grad, *qkv, out)])
-        (lse,) = _swapped([lse.transpose(1, 2).contiguous()])  # the kernel reads it as its forward lays it out
-        return _swapped(aten._scaled_dot_product_flash_attention_for_cpu_backward(*given, lse, 0.0, **how))
-
-    def _mask(self, call: Call, like: Tensor) -> dict[str, Any]:
-        causal = _causal(call)
-        return {"is_causal": causal, "attn_mask": None if causal else _bias(call, like), "scale": self.scale}
+        how = {"attn_mask": _mask(call, qkv[0]), "scale": self.scale}
+        given = *_swapped((grad, *qkv, out)), lse, 0.0, call.limits == CAUSAL
+        return _swapped(aten._scaled_dot_product_flash_attention_for_cpu_backward(*given, **how))
 
 
 class Efficient(Kernel):
@@ -321,25 +316,24 @@ class Efficient(Kernel):
 
     def forward(self, qkv: Three, call: Call) -> tuple[Tensor, Tensor]:
         q, k, v = _swapped(qkv)
-        bias, causal = self._mask(call, q)
-        out, lse, *_ = aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, 0.0, causal, scale=self.scale)
+        how = self._bias(call, q), True, 0.0, call.limits == CAUSAL
+        out, lse, *_ = aten._scaled_dot_product_efficient_attention(q, k, v, *how, scale=self.scale)
         return out.transpose(1, 2), lse[..., : q.shape[2]]  # it has a multiple of 32
 
     def backward(self, grad: Tensor, qkv: Three, out: Tensor, lse: Tensor, call: Call) -> Three:
-        grad, q, k, v, out = _swapped([grad, *qkv, out])
-        bias, causal = self._mask(call, q)
+        grad, q, k, v, out = _swapped((grad, *qkv, out))
         lse = F.pad(lse, (0, -lse.shape[2] % 32), value=math.inf)
         seed = torch.empty((), dtype=torch.int64, device=q.device)  # of dropout: not read
-        wanted = [True, True, True, False]
+        how = out, lse, seed, seed, 0.0, [True, True, True, False], call.limits == CAUSAL
         *grads, _ = aten._scaled_dot_product_efficient_attention_backward(
-            grad, q, k, v, bias, out, lse, seed, seed, 0.0, wanted, causal, scale=self.scale
+            grad, q, k, v, self._bias(call, q), *how, scale=self.scale
         )
         return _swapped(grads)
 
     @staticmethod
-    def _mask(call: Call, q: Tensor) -> tuple[Tensor | None, bool]:
-        bias = None if _causal(call) else _bias(call, q)
-        return None if bias is None else bias.expand(*q.shape[:2], -1, -1), _causal(call)
+    def _bias(call: Call, q: Tensor) -> Tensor | None:
+        mask = _mask(call, q)
+        return None if mask is None else mask.expand(*q.shape[:2], -1, -1)
 
 
 class Flash(Kernel):
@@ -366,12 +360,13 @@ class Flash(Kernel):
 
     def _arguments(self, call: Call, *tensors: Tensor) -> tuple[Three, tuple[Any, ...], dict[str, Any]]:
         """Return the tensors, what follows them up to is_causal, and the named arguments."""
+        causal = call.limits == (None, 0)
         windows = {"scale": self.scale, "window_size_left": call.limits[0], "window_size_right": call.limits[1]}
         if call.borders is None:
             lengths = (stop - start for start, stop in (call.queries, call.keys))
-            return tensors, (None, None, *lengths, 0.0, call.limits == (None, 0)), windows
+            return tensors, (None, None, *lengths, 0.0, causal), windows
         sequences = _sequences(call.borders, tensors[0].device)
-        return [x[0] for x in tensors], (*sequences, 0.0, call.limits == (None, 0)), windows
+        return [x[0] for x in tensors], (*sequences, 0.0, causal), windows
 
 
 class Math(Kernel):
@@ -392,19 +387,19 @@ class Math(Kernel):
     def backward(self, grad: Tensor, qkv: Three, out: Tensor, lse: Tensor, call: Call) -> Three:
         logits, slope = self._logits(qkv, call)
         shares = (logits - lse[..., None]).exp_()
-        grad, q, k, v, out = _swapped([x.to(logits.dtype) for x in (grad, *qkv, out)])
+        grad, q, k, v, out = _swapped(x.to(logits.dtype) for x in (grad, *qkv, out))
         inner = shares * (grad @ v.mT - (grad * out).sum(-1, keepdim=True)) * slope
-        return _swapped([inner @ k, inner.mT @ q, shares.mT @ grad])
+        return _swapped((inner @ k, inner.mT @ q, shares.mT @ grad))
 
     def _logits(self, qkv: Three, call: Call) -> tuple[Tensor, Tensor | float]:
         """Return logits, and their slopes by the products of queries and keys."""
-        q, k = _swapped([x.to(_accumulator(x)) for x in qkv[:2]])
+        q, k = _swapped(x.to(_accumulator(x)) for x in qkv[:2])
         logits, slope = q @ k.mT * self.scale, self.scale
         if self.softcap:
             tanh = (logits / self.softcap).tanh_()
             logits, slope = tanh * self.softcap, (1 - tanh * tanh) * self.scale
-        bias = _bias(call, q)
-        return logits if bias is None else logits + bias, slope
+        mask = _mask(call, q, UNMASKED[:1])
+        return logits if mask is None else logits + mask, slope
 
 
 def _swapped(tensors: Iterable[Tensor]) -> list[Tensor]:
@@ -412,23 +407,18 @@ def _swapped(tensors: Iterable[Tensor]) -> list[Tensor]:
     return [x.transpose(1, 2) for x in tensors]
 
 
-def _causal(call: Call) -> bool:
-    """Return True for what is_causal means to PyTorch: a triangle of as many keys as queries."""
-    return call.limits == (None, 0) and call.queries[1] - call.queries[0] == call.keys[1] - call.keys[0]
-
-
-def _bias(call: Call, like: Tensor) -> Tensor | None:
-    """Return what to add to logits (queries, keys). A row has a multiple of 16 places, as CUDA's kernel wants it."""
-    if call.limits == (None, None):
+def _mask(call: Call, like: Tensor, unmasked: Sequence[Limits] = UNMASKED) -> Tensor | None:
+    """Return what to add to logits (queries, keys). Rows are a multiple of 16 apart, as CUDA's kernel wants it."""
+    if call.limits in unmasked:
         return None
     (q0, q1), (k0, k1), (before, after) = call.queries, call.keys, call.limits
     ahead = torch.arange(k1 - k0 + (k0 - k1) % 16, device=like.device) - torch.arange(q1 - q0, device=like.device)[:, None]
-    bias = torch.zeros(ahead.shape, dtype=like.dtype, device=like.device)
+    mask = torch.zeros(ahead.shape, dtype=like.dtype, device=like.device)
     if before is not None:
-        bias.masked_fill_(ahead < -before, -math.inf)
+        mask.masked_fill_(ahead < -before, -math.inf)
     if after is not None:
-        bias.masked_fill_(ahead > after, -math.inf)
-    return bias[:, : k1 - k0]
+        mask.masked_fill_(ahead > after, -math.inf)
+    return mask[:, : k1 - k0]
 
 
 def _within_windows(band: Band) -> Iterator[Band]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ds_memo.sequence import kernels
-from ds_memo.sequence.kernels import Call, Cpu, Flash, Math, backward, forward, merge
+from ds_memo.sequence.kernels import Call, Cpu, Flash, Math, backward, forward, merge, side_by_side
 from ds_memo.sequence.masks import Band, Mask, plan
 from ds_memo.sequence.parts import Parts
 
@@ -341,12 +341,55 @@ def test_rows_end_to_end_give_what_rows_give(monkeypatch: pytest.MonkeyPatch) ->
             outs = [Math(self.scale).forward(kernels._parts(qkv, part), part) for part in self.each(call)]
             return torch.cat([out for out, _ in outs], 1), torch.cat([lse for _, lse in outs], 2)
 
+        def backward(self, grad: Any, qkv: Any, out: Any, lse: Any, call: Call) -> Any:
+            qkv = [qkv[0], *(x.repeat_interleave(2, 2) for x in qkv[1:])]
+            dq, dk, dv = (torch.cat(shares, 1) for shares in zip(*(
+                Math(self.scale).backward(
+                    grad[:, slice(*part.queries)], kernels._parts(qkv, part), out[:, slice(*part.queries)],
+                    lse[:, :, slice(*part.queries)], part,
+                )
+                for part in self.each(call)
+            ), strict=True))  # fmt: skip
+            return dq, *(x.unflatten(2, (2, 2)).sum(3) for x in (dk, dv))
+
     assert Side.calls is Flash.calls
     monkeypatch.setattr(kernels, "_kernel", lambda q, v, scale, softcap: Side(scale))
     torch.manual_seed(0)
     documents = [[0, 10, 11, 30], [0]]
-    q, k, v = (torch.randn(2, 40, h, 8, dtype=torch.float64) for h in (4, 2, 2))
+    q, k, v, grad = (torch.randn(2, 40, h, 8, dtype=torch.float64) for h in (4, 2, 2, 4))
     parts = Parts(ranks(1, 0), 40, documents)
-    out, lse = forward(q, k, v, plan(parts, Mask()).steps[0], 0.3)
+    bands = plan(parts, Mask()).steps[0]
+    out, lse = forward(q, k, v, bands, 0.3)
+    grads = backward(grad, q, k, v, out, lse.contiguous(), bands, 0.3)
+    of = [x.requires_grad_() for x in (q, k, v)]
     expected, expected_lse = reference(q, k, v, visible(parts, Mask(), 2), 0.3, 0.0, [0, 0, 1, 1])
-    assert error(out, expected) < EXACT and error(lse, expected_lse) < EXACT
+    wanted = expected, expected_lse, *torch.autograd.grad(expected, of, grad)
+    for got, want in zip((out, lse, *grads), wanted, strict=True):
+        assert error(got, want.detach()) < EXACT
+
+
+def test_bands_share_a_call_if_one_window_is_right_for_all() -> None:
+    """A band without a limit has room for windows of its size, and no smaller ones."""
+    limited = Band(None, (10, 40), (10, 40), 9, 4)
+    free = Band(None, (0, 10), (0, 10), None, 4)
+    assert [call.limits for call in side_by_side([free, limited], 40, 40)] == [(9, 4)]
+    assert [call.limits for call in side_by_side([free, limited._replace(before=8)], 40, 40)] == [(None, 4), (8, 4)]
+    free, limited = free._replace(before=3, after=None), limited._replace(before=3, after=9)
+    assert [call.limits for call in side_by_side([free, limited], 40, 40)] == [(3, 9)]
+    assert [call.limits for call in side_by_side([free, limited._replace(after=8)], 40, 40)] == [(3, None), (3, 8)]
+
+
+def test_dtypes_of_gradients() -> None:
+    q, k, v, grad = (torch.randn(1, 40, 2, 8, dtype=torch.bfloat16) for _ in range(4))
+    band = Band(None, (0, 20), (0, 20), None, 0)
+    apart, one_key = band._replace(queries=(20, 40), keys=(20, 40)), band._replace(queries=(20, 40))
+    for bands, wide in (
+        ([apart], ()),
+        ([band, apart], ()),
+        ([band, one_key], (1, 2)),
+        ([band, band._replace(keys=(20, 40))], (0,)),
+    ):
+        out, lse = forward(q, k, v, bands, 0.3)
+        grads = backward(grad, q, k, v, out, lse, bands, 0.3)
+        assert (out.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
+        assert [x.dtype for x in grads] == [torch.float32 if i in wide else torch.bfloat16 for i in range(3)]
