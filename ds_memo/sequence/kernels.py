@@ -287,8 +287,10 @@ class Kernel:
 
     def calls(self, bands: Sequence[Band], rows: int, s: int, t: int) -> list[Call]:
         """Return the calls for these bands, in a batch of `rows` rows with `s` queries and `t` keys."""
-        blocks = (block for band in joined(bands) for block in ([band] if band[3:] in UNMASKED else cut(band, BLOCK)))
-        return [Call(block.row, block.queries, block.keys, block[3:]) for block in blocks]
+        return [Call(*block[:3], block[3:]) for band in joined(bands) for block in self._blocks(band)]
+
+    def _blocks(self, band: Band) -> Iterable[Band]:
+        return [band] if band[3:] in UNMASKED else cut(band, BLOCK)
 
     def forward(self, qkv: Three, call: Call) -> tuple[Tensor, Tensor]:
         """Return output and log-sum-exp of a call, given its part of q, k and v."""
@@ -301,39 +303,36 @@ class Kernel:
 
 class Cpu(Kernel):
     def forward(self, qkv: Three, call: Call) -> tuple[Tensor, Tensor]:
-        how = {"attn_mask": _mask(call, qkv[0]), "scale": self.scale}
-        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(*_swapped(qkv), 0.0, call.limits == CAUSAL, **how)
+        given = *_swapped(qkv), 0.0, call.limits == CAUSAL
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(*given, attn_mask=_mask(call, qkv[0]), scale=self.scale)
         return out.transpose(1, 2), lse
 
     def backward(self, grad: Tensor, qkv: Three, out: Tensor, lse: Tensor, call: Call) -> Three:
-        how = {"attn_mask": _mask(call, qkv[0]), "scale": self.scale}
         given = *_swapped((grad, *qkv, out)), lse, 0.0, call.limits == CAUSAL
-        return _swapped(aten._scaled_dot_product_flash_attention_for_cpu_backward(*given, **how))
+        mask, kernel = _mask(call, qkv[0]), aten._scaled_dot_product_flash_attention_for_cpu_backward
+        return _swapped(kernel(*given, attn_mask=mask, scale=self.scale))
 
 
 class Efficient(Kernel):
     """CUDA, in any dtype but float64, with heads of any size."""
 
     def forward(self, qkv: Three, call: Call) -> tuple[Tensor, Tensor]:
-        q, k, v = _swapped(qkv)
-        how = self._bias(call, q), True, 0.0, call.limits == CAUSAL
-        out, lse, *_ = aten._scaled_dot_product_efficient_attention(q, k, v, *how, scale=self.scale)
-        return out.transpose(1, 2), lse[..., : q.shape[2]]  # it has a multiple of 32
+        given = *_swapped(qkv), self._bias(call, qkv[0]), True, 0.0, call.limits == CAUSAL
+        out, lse, *_ = aten._scaled_dot_product_efficient_attention(*given, scale=self.scale)
+        return out.transpose(1, 2), lse[..., : qkv[0].shape[1]]  # it has a multiple of 32
 
     def backward(self, grad: Tensor, qkv: Three, out: Tensor, lse: Tensor, call: Call) -> Three:
-        grad, q, k, v, out = _swapped((grad, *qkv, out))
+        *given, out = _swapped((grad, *qkv, out))
         lse = F.pad(lse, (0, -lse.shape[2] % 32), value=math.inf)
-        seed = torch.empty((), dtype=torch.int64, device=q.device)  # of dropout: not read
-        how = out, lse, seed, seed, 0.0, [True, True, True, False], call.limits == CAUSAL
-        *grads, _ = aten._scaled_dot_product_efficient_attention_backward(
-            grad, q, k, v, self._bias(call, q), *how, scale=self.scale
-        )
-        return _swapped(grads)
+        seed = torch.empty((), dtype=torch.int64, device=grad.device)  # of dropout: not read
+        how = seed, seed, 0.0, [True, True, True, False], call.limits == CAUSAL
+        kernel = aten._scaled_dot_product_efficient_attention_backward
+        return _swapped(kernel(*given, self._bias(call, qkv[0]), out, lse, *how, scale=self.scale)[:3])
 
     @staticmethod
     def _bias(call: Call, q: Tensor) -> Tensor | None:
         mask = _mask(call, q)
-        return None if mask is None else mask.expand(*q.shape[:2], -1, -1)
+        return None if mask is None else mask.expand(q.shape[0], q.shape[2], -1, -1)
 
 
 class Flash(Kernel):
@@ -374,9 +373,8 @@ class Math(Kernel):
 
     one_size = False
 
-    def calls(self, bands: Sequence[Band], rows: int, s: int, t: int) -> list[Call]:
-        blocks = (block for band in bands for block in cut(band, max(16, LOGITS // (band.keys[1] - band.keys[0]))))
-        return [Call(block.row, block.queries, block.keys, block[3:]) for block in blocks]
+    def _blocks(self, band: Band) -> Iterable[Band]:
+        return cut(band, max(16, LOGITS // (band.keys[1] - band.keys[0])))
 
     def forward(self, qkv: Three, call: Call) -> tuple[Tensor, Tensor]:
         logits, _ = self._logits(qkv, call)

@@ -64,14 +64,14 @@ def ring_of(
     q, grad = q[:, places[own]], grad[:, places[own]]
     shape = *q.shape[:3], v.shape[3]
     wide = kernels._accumulator(q)
-    out, lse = torch.zeros(shape, dtype=wide), torch.full((shape[0], shape[2], shape[1]), -math.inf, dtype=wide)
+    out, lse = q.new_zeros(shape, dtype=wide), q.new_full((shape[0], shape[2], shape[1]), -math.inf, dtype=wide)
     found = []
     for step, bands in enumerate(steps):
         keys = places[(own - step) % ring]
         if bands:
             found.append(forward(q, k[:, keys], v[:, keys], bands, scale, softcap, shared))
             merge(out, lse, *found[-1])
-    dq, dk, dv = (torch.zeros(x.shape, dtype=wide) for x in (q, k, v))
+    dq, dk, dv = (torch.zeros_like(x, dtype=wide) for x in (q, k, v))
     for step, bands in enumerate(steps):
         keys = places[(own - step) % ring]
         if bands:
@@ -92,6 +92,7 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
 def differences(
     parts_of: Any, mask: Mask, rows: int = 1, heads: tuple[int, int] = (4, 2), sizes: tuple[int, int] = (8, 8),
     softcap: float = 0.0, shared: tuple[int, ...] | None = None, dtype: torch.dtype = torch.float64,
+    device: str = "cpu",
 ) -> list[float]:  # fmt: skip
     """Return errors of out, lse and the gradients over all ring numbers, relative to the largest value."""
     ring = parts_of(0).ranks.ring
@@ -100,7 +101,7 @@ def differences(
     (h, hk), (d, e) = heads, sizes
     inputs = [torch.randn(rows, length, n, size, dtype=torch.float64) for n, size in ((h, d), (hk, d), (hk, e), (h, e))]
     inputs = [x.to(dtype) for x in inputs]
-    q, k, v = (x.double().requires_grad_() for x in inputs[:3])
+    q, k, v = (x.double().detach().requires_grad_() for x in inputs[:3])
     key_of = list(shared or [i * hk // h for i in range(h)])
     seen = visible(parts_of(0), mask, rows)
     out, lse = reference(q, k, v, seen, 0.3, softcap, key_of)
@@ -110,8 +111,8 @@ def differences(
     for own in range(ring):
         parts = parts_of(own)
         at = torch.cat([torch.arange(*piece) for piece in parts.pieces_of_ring(own)])
-        got, _ = ring_of(parts, inputs, mask, 0.3, softcap, shared, own)
-        total[0][:, at], total[1][:, :, at], total[2][:, at] = (x.double() for x in got[:3])
+        got = [x.cpu().double() for x in ring_of(parts, [x.to(device) for x in inputs], mask, 0.3, softcap, shared, own)[0]]
+        total[0][:, at], total[1][:, :, at], total[2][:, at] = got[:3]
         total[3] += got[3]
         total[4] += got[4]
     return [error(*pair) for pair in zip(total, whole, strict=True)]
@@ -164,6 +165,25 @@ def test_heads_of_any_number_and_size(case: dict[str, Any], mask: Mask, monkeypa
 def test_lower_precision(dtype: torch.dtype, tolerance: float, softcap: float) -> None:
     errors = differences(lambda own: Parts(ranks(2, own), 40, [[0, 17]]), Mask("window", 9), dtype=dtype, softcap=softcap)
     assert max(errors) < tolerance
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(
+    "case",
+    [{}, {"sizes": (24, 16)}, {"sizes": (264, 8)}, {"heads": (5, 2), "shared": (0, 0, 0, 1, 1)}, {"softcap": 1.5}],
+    ids=str,
+)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)], ids=str)
+def test_on_cuda(case: dict[str, Any], dtype: torch.dtype, tolerance: float) -> None:
+    for mask in (Mask(), Mask("window", 70), Mask("chunk", 60), Mask("both")):
+        for ring, documents in ((1, [[0]]), (1, [[0, 5, 310]]), (2, [[0, 5, 310], [0]]), (3, [[0]])):
+            errors = differences(lambda own: Parts(ranks(ring, own), 600, documents), mask, 2, dtype=dtype, device="cuda", **case)  # noqa: B023
+            assert max(errors) < tolerance, (mask, ring, documents, errors)
+
+
+def test_a_window_wider_than_the_kernel_s_own_blocks() -> None:
+    assert max(differences(lambda own: Parts(ranks(1, own), 1500), Mask("window", 700), heads=(1, 1))) < EXACT
 
 
 @pytest.mark.parametrize("softcap", [0.0, 2.0])
