@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ds_memo.sequence import masks
 from ds_memo.sequence.exchange import index
+from ds_memo.sequence.kernel_calls import Borders, Call, Limits, Span, cut, joined, side_by_side, within_windows
 from ds_memo.sequence.masks import Band
 
 aten = torch.ops.aten
@@ -31,9 +31,6 @@ CAUSAL = (None, 0)
 """Limits of a call that is_causal stands for: it counts from the first query and key."""
 UNMASKED = ((None, None), CAUSAL)
 
-Span = tuple[int, int]
-Limits = tuple[int | None, int | None]
-Borders = tuple[tuple[int, ...], tuple[int, ...]]
 Heads = tuple[int, ...] | None
 Three = Sequence[Tensor]
 """Of queries, keys and values."""
@@ -158,22 +155,6 @@ def _accumulator(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-# Bands to calls
-
-
-class Call(NamedTuple):
-    """One call of a kernel, and the part of the tensors that it is given. Each of its queries sees a key."""
-
-    row: int | None
-    """None: all rows of the batch."""
-    queries: Span
-    keys: Span
-    limits: Limits
-    """`before` and `after` of a band; for :class:`Flash` its windows."""
-    borders: Borders | None = None
-    """Borders along queries and keys of bands side by side, where rows of the batch lie end to end. None: it is one band."""
-
-
 class _Work(NamedTuple):
     """The calls for a list of bands."""
 
@@ -200,67 +181,6 @@ def _work(kernel: Kernel, bands: tuple[Band, ...], rows: int, s: int, t: int) ->
 def _once(spans: Sequence[tuple[int | None, Span]]) -> bool:
     ordered = sorted((row or 0, span) for row, span in spans)
     return all(row != other or stop <= start for (row, (_, stop)), (other, (start, _)) in itertools.pairwise(ordered))
-
-
-def joined(bands: Iterable[Band], bottom_right: bool = False) -> list[Band]:
-    """Return fewer bands: one for neighbours that see all keys, as around a ring in zigzag.
-
-    Args:
-        bottom_right: join keys that all queries see to a triangle behind them, too.
-    """
-    found: list[Band] = []
-    for band in bands:
-        last = found[-1] if found else None
-        if last and (last.row, last.before, last.after, band.before) == (band.row, None, None, None):
-            both = (last.queries[0], band.queries[1]), (last.keys[0], band.keys[1])
-            if (last.queries, last.keys[1]) == (band.queries, band.keys[0]) and (band.after is None or bottom_right):
-                found[-1] = Band(band.row, *both, None, None if band.after is None else band.after + band.keys[0] - last.keys[0])
-                continue
-            if (last.keys, last.queries[1], band.after) == (band.keys, band.queries[0], None):
-                found[-1] = Band(band.row, *both, None, None)
-                continue
-        found.append(band)
-    return found
-
-
-def cut(band: Band, block: int, first: int | None = None) -> Iterator[Band]:
-    """Yield a band's blocks of queries, each with the keys that it can see. The first may be of another size."""
-    q0, q1 = band.queries
-    moved = q0 - band.keys[0]
-    before = None if band.before is None else band.before + moved
-    after = None if band.after is None else band.after - moved
-    borders = sorted({0, q0, q1, *range(q0 + (first or block), q1, block)})
-    run = masks.Run(band.queries, band.keys, before, after)
-    return masks.bands(band.row, [run], tuple(itertools.pairwise(borders)), ((0, band.keys[1]),))
-
-
-def side_by_side(bands: Iterable[Band], s: int, t: int) -> list[Call]:
-    """Return calls of flash attention. One takes bands that follow each other, in queries and keys, and can have equal windows.
-
-    Its query i of n sees key j of m if i + m - n - left <= j <= i + m - n + right.
-    """
-    calls: list[Call] = []
-    allowed: list[tuple[float, float]] = []
-    for band in bands:
-        (q0, q1), (k0, k1) = ([(band.row or 0) * size + x for x in span] for size, span in ((s, band.queries), (t, band.keys)))
-        n, m = q1 - q0, k1 - k0
-        # windows that will do: one, or all from the least that limits nothing
-        left = (m - 1, math.inf) if band.before is None else (band.before + m - n,) * 2
-        right = (n - 1, math.inf) if band.after is None else (band.after - m + n,) * 2
-        borders: Borders = (0, n), (0, m)
-        both = [(max(a[0], b[0]), min(a[1], b[1])) for a, b in zip(allowed, (left, right), strict=False)]
-        if calls and (calls[-1].queries[1], calls[-1].keys[1]) == (q0, k0) and all(low <= high for low, high in both):
-            last = calls.pop()
-            q0, k0, allowed = last.queries[0], last.keys[0], both
-            borders = (*last.borders[0], q1 - q0), (*last.borders[1], k1 - k0)
-        else:
-            allowed = [left, right]
-        windows = [None if high == math.inf else int(low) for low, high in allowed]
-        calls.append(Call(None, (q0, q1), (k0, k1), (windows[0], windows[1]), borders))
-    return calls
-
-
-# Kernels
 
 
 def _kernel(q: Tensor, v: Tensor, scale: float, softcap: float) -> Kernel:
@@ -341,7 +261,7 @@ class Flash(Kernel):
     shares_heads = True
 
     def calls(self, bands: Sequence[Band], rows: int, s: int, t: int) -> list[Call]:
-        bands = [part for band in joined(bands, True) for part in _within_windows(band)]
+        bands = [part for band in joined(bands, True) for part in within_windows(band)]
         if all(band.row is None for band in bands) and len(side_by_side(bands, s, t)) == len(bands):
             return [side_by_side([band], s, t)[0]._replace(borders=None) for band in bands]
         return side_by_side([band._replace(row=r) for r in range(rows) for band in bands if band.row in (None, r)], s, t)
@@ -419,15 +339,8 @@ def _mask(call: Call, like: Tensor, unmasked: Sequence[Limits] = UNMASKED) -> Te
     return mask[:, : k1 - k0]
 
 
-def _within_windows(band: Band) -> Iterator[Band]:
-    """Cut off the queries that see all keys if there are many: flash attention takes a right window of all keys for none."""
-    n, m = (stop - start for start, stop in (band.queries, band.keys))
-    many = band.after is not None and band.after - m + n >= m
-    return cut(band, n, max(0, m - band.after) if many else None)
-
-
 @functools.lru_cache(maxsize=256)
-def _sequences(borders: tuple[tuple[int, ...], ...], device: torch.device) -> tuple[Tensor | int, ...]:
+def _sequences(borders: Borders, device: torch.device) -> tuple[Tensor | int, ...]:
     """Return borders on the device, and the longest sequences. Cached: no call copies them to the device."""
     tensors = [torch.tensor(side, dtype=torch.int32, device=device) for side in borders]
     return *tensors, *(max(stop - start for start, stop in itertools.pairwise(side)) for side in borders)
