@@ -65,24 +65,27 @@ def side_by_side(bands: Iterable[Band], s: int, t: int) -> list[Call]:
 
     Its query i of n sees key j of m if i + m - n - left <= j <= i + m - n + right.
     """
-    calls: list[Call] = []
-    allowed: list[tuple[float, float]] = []
+    groups: list[tuple[list[int], list[int], list[tuple[float, float]]]] = []
     for band in bands:
         (q0, q1), (k0, k1) = ([(band.row or 0) * size + x for x in span] for size, span in ((s, band.queries), (t, band.keys)))
         n, m = q1 - q0, k1 - k0
         # windows that will do: one, or all from the least that limits nothing
         left = (m - 1, math.inf) if band.before is None else (band.before + m - n,) * 2
         right = (n - 1, math.inf) if band.after is None else (band.after - m + n,) * 2
-        borders: Borders = (0, n), (0, m)
-        both = [(max(a[0], b[0]), min(a[1], b[1])) for a, b in zip(allowed, (left, right), strict=False)]
-        if calls and (calls[-1].queries[1], calls[-1].keys[1]) == (q0, k0) and all(low <= high for low, high in both):
-            last = calls.pop()
-            q0, k0, allowed = last.queries[0], last.keys[0], both
-            borders = (*last.borders[0], q1 - q0), (*last.borders[1], k1 - k0)
-        else:
-            allowed = [left, right]
-        windows = [None if high == math.inf else int(low) for low, high in allowed]
-        calls.append(Call(None, (q0, q1), (k0, k1), (windows[0], windows[1]), borders))
+        if groups:
+            queries, keys, windows = groups[-1]
+            both = [(max(a[0], b[0]), min(a[1], b[1])) for a, b in zip(windows, (left, right), strict=True)]
+            if (queries[-1], keys[-1]) == (q0, k0) and all(low <= high for low, high in both):
+                queries.append(q1)
+                keys.append(k1)
+                windows[:] = both
+                continue
+        groups.append(([q0, q1], [k0, k1], [left, right]))
+    calls = []
+    for queries, keys, windows in groups:
+        before, after = (None if high == math.inf else int(low) for low, high in windows)
+        borders = tuple(x - queries[0] for x in queries), tuple(x - keys[0] for x in keys)
+        calls.append(Call(None, (queries[0], queries[-1]), (keys[0], keys[-1]), (before, after), borders))
     return calls
 
 

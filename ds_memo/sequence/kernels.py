@@ -169,7 +169,7 @@ class _Work(NamedTuple):
     keys_once: bool
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=128)
 def _work(kernel: Kernel, bands: tuple[Band, ...], rows: int, s: int, t: int) -> _Work:
     calls = kernel.calls(bands, rows, s, t)
     flat = any(call.borders for call in calls)
@@ -339,7 +339,7 @@ def _mask(call: Call, like: Tensor, unmasked: Sequence[Limits] = UNMASKED) -> Te
     return mask[:, : k1 - k0]
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=128)
 def _sequences(borders: Borders, device: torch.device) -> tuple[Tensor | int, ...]:
     """Return borders on the device, and the longest sequences. Cached: no call copies them to the device."""
     tensors = [torch.tensor(side, dtype=torch.int32, device=device) for side in borders]
