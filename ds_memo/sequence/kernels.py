@@ -33,7 +33,7 @@ UNMASKED = ((None, None), CAUSAL)
 
 Heads = tuple[int, ...] | None
 Three = Sequence[Tensor]
-"""Of queries, keys and values."""
+"""Tensors for queries, keys and values."""
 
 
 def forward(
