@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ds_memo.sequence import masks
 from ds_memo.sequence.exchange import index
+from ds_memo.sequence.kernel_calls import Borders, Call, Limits, Span, cut, joined, side_by_side, within_windows
 from ds_memo.sequence.masks import Band
 
 aten = torch.ops.aten
@@ -27,13 +27,13 @@ BLOCK = 256
 """Queries of a block that has a mask."""
 LOGITS = 2**21
 """Queries × keys of a block, per head, where logits are tensors."""
+CAUSAL = (None, 0)
+"""Limits of a call that is_causal stands for: it counts from the first query and key."""
+UNMASKED = ((None, None), CAUSAL)
 
-Span = tuple[int, int]
-Limits = tuple[int | None, int | None]
-Borders = tuple[tuple[int, ...], tuple[int, ...]]
 Heads = tuple[int, ...] | None
 Three = Sequence[Tensor]
-"""Of queries, keys and values."""
+"""Tensors for queries, keys and values."""
 
 
 def forward(
@@ -155,22 +155,6 @@ def _accumulator(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-# Bands to calls
-
-
-class Call(NamedTuple):
-    """One call of a kernel, and the part of the tensors that it is given. Each of its queries sees a key."""
-
-    row: int | None
-    """None: all rows of the batch."""
-    queries: Span
-    keys: Span
-    limits: Limits
-    """`before` and `after` of a band; for :class:`Flash` its windows."""
-    borders: Borders | None = None
-    """Borders along queries and keys of bands side by side, where rows of the batch lie end to end. None: it is one band."""
-
-
 class _Work(NamedTuple):
     """The calls for a list of bands."""
 
@@ -185,7 +169,7 @@ class _Work(NamedTuple):
     keys_once: bool
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=128)
 def _work(kernel: Kernel, bands: tuple[Band, ...], rows: int, s: int, t: int) -> _Work:
     calls = kernel.calls(bands, rows, s, t)
     flat = any(call.borders for call in calls)
@@ -197,67 +181,6 @@ def _work(kernel: Kernel, bands: tuple[Band, ...], rows: int, s: int, t: int) ->
 def _once(spans: Sequence[tuple[int | None, Span]]) -> bool:
     ordered = sorted((row or 0, span) for row, span in spans)
     return all(row != other or stop <= start for (row, (_, stop)), (other, (start, _)) in itertools.pairwise(ordered))
-
-
-def joined(bands: Iterable[Band], bottom_right: bool = False) -> list[Band]:
-    """Return fewer bands: one for neighbours that see all keys, as around a ring in zigzag.
-
-    Args:
-        bottom_right: join keys that all queries see to a triangle behind them, too.
-    """
-    found: list[Band] = []
-    for band in bands:
-        last = found[-1] if found else None
-        if last and (last.row, last.before, last.after, band.before) == (band.row, None, None, None):
-            both = (last.queries[0], band.queries[1]), (last.keys[0], band.keys[1])
-            if (last.queries, last.keys[1]) == (band.queries, band.keys[0]) and (band.after is None or bottom_right):
-                found[-1] = Band(band.row, *both, None, None if band.after is None else band.after + band.keys[0] - last.keys[0])
-                continue
-            if (last.keys, last.queries[1], band.after) == (band.keys, band.queries[0], None):
-                found[-1] = Band(band.row, *both, None, None)
-                continue
-        found.append(band)
-    return found
-
-
-def cut(band: Band, block: int, first: int | None = None) -> Iterator[Band]:
-    """Yield a band's blocks of queries, each with the keys that it can see. The first may be of another size."""
-    q0, q1 = band.queries
-    moved = q0 - band.keys[0]
-    before = None if band.before is None else band.before + moved
-    after = None if band.after is None else band.after - moved
-    borders = sorted({0, q0, q1, *range(q0 + (first or block), q1, block)})
-    run = masks.Run(band.queries, band.keys, before, after)
-    return masks.bands(band.row, [run], tuple(itertools.pairwise(borders)), ((0, band.keys[1]),))
-
-
-def side_by_side(bands: Iterable[Band], s: int, t: int) -> list[Call]:
-    """Return calls of flash attention. One takes bands that follow each other, in queries and keys, and can have equal windows.
-
-    Its query i of n sees key j of m if i + m - n - left <= j <= i + m - n + right.
-    """
-    calls: list[Call] = []
-    allowed: list[tuple[float, float]] = []
-    for band in bands:
-        (q0, q1), (k0, k1) = ([(band.row or 0) * size + x for x in span] for size, span in ((s, band.queries), (t, band.keys)))
-        n, m = q1 - q0, k1 - k0
-        # windows that will do: one, or all from the least that limits nothing
-        left = (m - 1, math.inf) if band.before is None else (band.before + m - n,) * 2
-        right = (n - 1, math.inf) if band.after is None else (band.after - m + n,) * 2
-        borders: Borders = (0, n), (0, m)
-        both = [(max(a[0], b[0]), min(a[1], b[1])) for a, b in zip(allowed, (left, right), strict=False)]
-        if calls and (calls[-1].queries[1], calls[-1].keys[1]) == (q0, k0) and all(low <= high for low, high in both):
-            last = calls.pop()
-            q0, k0, allowed = last.queries[0], last.keys[0], both
-            borders = (*last.borders[0], q1 - q0), (*last.borders[1], k1 - k0)
-        else:
-            allowed = [left, right]
-        windows = [None if high == math.inf else int(low) for low, high in allowed]
-        calls.append(Call(None, (q0, q1), (k0, k1), (windows[0], windows[1]), borders))
-    return calls
-
-
-# Kernels
 
 
 def _kernel(q: Tensor, v: Tensor, scale: float, softcap: float) -> Kernel:
@@ -273,7 +196,7 @@ def _kernel(q: Tensor, v: Tensor, scale: float, softcap: float) -> Kernel:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel with its settings. By default a call without limits, or causal with as many keys as queries, has no mask."""
+    """A kernel with its settings. By default a call has a mask, but not if it is causal or its queries see all keys."""
 
     scale: float
     softcap: float = 0.0
@@ -284,11 +207,10 @@ class Kernel:
 
     def calls(self, bands: Sequence[Band], rows: int, s: int, t: int) -> list[Call]:
         """Return the calls for these bands, in a batch of `rows` rows with `s` queries and `t` keys."""
-        return [
-            Call(block.row, block.queries, block.keys, block[3:])
-            for band in joined(bands)
-            for block in ([band] if band.after is None is band.before or _causal(Call(*band[:3], band[3:])) else cut(band, BLOCK))
-        ]
+        return [Call(*block[:3], block[3:]) for band in joined(bands) for block in self._blocks(band)]
+
+    def _blocks(self, band: Band) -> Iterable[Band]:
+        return [band] if band[3:] in UNMASKED else cut(band, BLOCK)
 
     def forward(self, qkv: Three, call: Call) -> tuple[Tensor, Tensor]:
         """Return output and log-sum-exp of a call, given its part of q, k and v."""
@@ -301,45 +223,36 @@ class Kernel:
 
 class Cpu(Kernel):
     def forward(self, qkv: Three, call: Call) -> tuple[Tensor, Tensor]:
-        how = self._mask(call, qkv[0])
-        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(*_swapped(qkv), 0.0, **how)
+        given = *_swapped(qkv), 0.0, call.limits == CAUSAL
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(*given, attn_mask=_mask(call, qkv[0]), scale=self.scale)
         return out.transpose(1, 2), lse
 
     def backward(self, grad: Tensor, qkv: Three, out: Tensor, lse: Tensor, call: Call) -> Three:
-        how = self._mask(call, qkv[0])
-        given = _swapped([x.contiguous() for x in (grad, *qkv, out)])
-        (lse,) = _swapped([lse.transpose(1, 2).contiguous()])  # the kernel reads it as its forward lays it out
-        return _swapped(aten._scaled_dot_product_flash_attention_for_cpu_backward(*given, lse, 0.0, **how))
-
-    def _mask(self, call: Call, like: Tensor) -> dict[str, Any]:
-        causal = _causal(call)
-        return {"is_causal": causal, "attn_mask": None if causal else _bias(call, like), "scale": self.scale}
+        given = *_swapped((grad, *qkv, out)), lse, 0.0, call.limits == CAUSAL
+        mask, kernel = _mask(call, qkv[0]), aten._scaled_dot_product_flash_attention_for_cpu_backward
+        return _swapped(kernel(*given, attn_mask=mask, scale=self.scale))
 
 
 class Efficient(Kernel):
     """CUDA, in any dtype but float64, with heads of any size."""
 
     def forward(self, qkv: Three, call: Call) -> tuple[Tensor, Tensor]:
-        q, k, v = _swapped(qkv)
-        bias, causal = self._mask(call, q)
-        out, lse, *_ = aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, 0.0, causal, scale=self.scale)
-        return out.transpose(1, 2), lse[..., : q.shape[2]]  # it has a multiple of 32
+        given = *_swapped(qkv), self._bias(call, qkv[0]), True, 0.0, call.limits == CAUSAL
+        out, lse, *_ = aten._scaled_dot_product_efficient_attention(*given, scale=self.scale)
+        return out.transpose(1, 2), lse[..., : qkv[0].shape[1]]  # it has a multiple of 32
 
     def backward(self, grad: Tensor, qkv: Three, out: Tensor, lse: Tensor, call: Call) -> Three:
-        grad, q, k, v, out = _swapped([grad, *qkv, out])
-        bias, causal = self._mask(call, q)
+        *given, out = _swapped((grad, *qkv, out))
         lse = F.pad(lse, (0, -lse.shape[2] % 32), value=math.inf)
-        seed = torch.empty((), dtype=torch.int64, device=q.device)  # of dropout: not read
-        wanted = [True, True, True, False]
-        *grads, _ = aten._scaled_dot_product_efficient_attention_backward(
-            grad, q, k, v, bias, out, lse, seed, seed, 0.0, wanted, causal, scale=self.scale
-        )
-        return _swapped(grads)
+        seed = torch.empty((), dtype=torch.int64, device=grad.device)  # of dropout: not read
+        how = seed, seed, 0.0, [True, True, True, False], call.limits == CAUSAL
+        kernel = aten._scaled_dot_product_efficient_attention_backward
+        return _swapped(kernel(*given, self._bias(call, qkv[0]), out, lse, *how, scale=self.scale)[:3])
 
     @staticmethod
-    def _mask(call: Call, q: Tensor) -> tuple[Tensor | None, bool]:
-        bias = None if _causal(call) else _bias(call, q)
-        return None if bias is None else bias.expand(*q.shape[:2], -1, -1), _causal(call)
+    def _bias(call: Call, q: Tensor) -> Tensor | None:
+        mask = _mask(call, q)
+        return None if mask is None else mask.expand(q.shape[0], q.shape[2], -1, -1)
 
 
 class Flash(Kernel):
@@ -348,7 +261,7 @@ class Flash(Kernel):
     shares_heads = True
 
     def calls(self, bands: Sequence[Band], rows: int, s: int, t: int) -> list[Call]:
-        bands = [part for band in joined(bands, True) for part in _within_windows(band)]
+        bands = [part for band in joined(bands, True) for part in within_windows(band)]
         if all(band.row is None for band in bands) and len(side_by_side(bands, s, t)) == len(bands):
             return [side_by_side([band], s, t)[0]._replace(borders=None) for band in bands]
         return side_by_side([band._replace(row=r) for r in range(rows) for band in bands if band.row in (None, r)], s, t)
@@ -366,12 +279,13 @@ class Flash(Kernel):
 
     def _arguments(self, call: Call, *tensors: Tensor) -> tuple[Three, tuple[Any, ...], dict[str, Any]]:
         """Return the tensors, what follows them up to is_causal, and the named arguments."""
+        causal = call.limits == (None, 0)
         windows = {"scale": self.scale, "window_size_left": call.limits[0], "window_size_right": call.limits[1]}
         if call.borders is None:
             lengths = (stop - start for start, stop in (call.queries, call.keys))
-            return tensors, (None, None, *lengths, 0.0, call.limits == (None, 0)), windows
+            return tensors, (None, None, *lengths, 0.0, causal), windows
         sequences = _sequences(call.borders, tensors[0].device)
-        return [x[0] for x in tensors], (*sequences, 0.0, call.limits == (None, 0)), windows
+        return [x[0] for x in tensors], (*sequences, 0.0, causal), windows
 
 
 class Math(Kernel):
@@ -379,9 +293,8 @@ class Math(Kernel):
 
     one_size = False
 
-    def calls(self, bands: Sequence[Band], rows: int, s: int, t: int) -> list[Call]:
-        blocks = (block for band in bands for block in cut(band, max(16, LOGITS // (band.keys[1] - band.keys[0]))))
-        return [Call(block.row, block.queries, block.keys, block[3:]) for block in blocks]
+    def _blocks(self, band: Band) -> Iterable[Band]:
+        return cut(band, max(16, LOGITS // (band.keys[1] - band.keys[0])))
 
     def forward(self, qkv: Three, call: Call) -> tuple[Tensor, Tensor]:
         logits, _ = self._logits(qkv, call)
@@ -392,19 +305,19 @@ class Math(Kernel):
     def backward(self, grad: Tensor, qkv: Three, out: Tensor, lse: Tensor, call: Call) -> Three:
         logits, slope = self._logits(qkv, call)
         shares = (logits - lse[..., None]).exp_()
-        grad, q, k, v, out = _swapped([x.to(logits.dtype) for x in (grad, *qkv, out)])
+        grad, q, k, v, out = _swapped(x.to(logits.dtype) for x in (grad, *qkv, out))
         inner = shares * (grad @ v.mT - (grad * out).sum(-1, keepdim=True)) * slope
-        return _swapped([inner @ k, inner.mT @ q, shares.mT @ grad])
+        return _swapped((inner @ k, inner.mT @ q, shares.mT @ grad))
 
     def _logits(self, qkv: Three, call: Call) -> tuple[Tensor, Tensor | float]:
         """Return logits, and their slopes by the products of queries and keys."""
-        q, k = _swapped([x.to(_accumulator(x)) for x in qkv[:2]])
+        q, k = _swapped(x.to(_accumulator(x)) for x in qkv[:2])
         logits, slope = q @ k.mT * self.scale, self.scale
         if self.softcap:
             tanh = (logits / self.softcap).tanh_()
             logits, slope = tanh * self.softcap, (1 - tanh * tanh) * self.scale
-        bias = _bias(call, q)
-        return logits if bias is None else logits + bias, slope
+        mask = _mask(call, q, UNMASKED[:1])
+        return logits if mask is None else logits + mask, slope
 
 
 def _swapped(tensors: Iterable[Tensor]) -> list[Tensor]:
@@ -412,34 +325,22 @@ def _swapped(tensors: Iterable[Tensor]) -> list[Tensor]:
     return [x.transpose(1, 2) for x in tensors]
 
 
-def _causal(call: Call) -> bool:
-    """Return True for what is_causal means to PyTorch: a triangle of as many keys as queries."""
-    return call.limits == (None, 0) and call.queries[1] - call.queries[0] == call.keys[1] - call.keys[0]
-
-
-def _bias(call: Call, like: Tensor) -> Tensor | None:
-    """Return what to add to logits (queries, keys). A row has a multiple of 16 places, as CUDA's kernel wants it."""
-    if call.limits == (None, None):
+def _mask(call: Call, like: Tensor, unmasked: Sequence[Limits] = UNMASKED) -> Tensor | None:
+    """Return what to add to logits (queries, keys). Rows are a multiple of 16 apart, as CUDA's kernel wants it."""
+    if call.limits in unmasked:
         return None
     (q0, q1), (k0, k1), (before, after) = call.queries, call.keys, call.limits
     ahead = torch.arange(k1 - k0 + (k0 - k1) % 16, device=like.device) - torch.arange(q1 - q0, device=like.device)[:, None]
-    bias = torch.zeros(ahead.shape, dtype=like.dtype, device=like.device)
+    mask = torch.zeros(ahead.shape, dtype=like.dtype, device=like.device)
     if before is not None:
-        bias.masked_fill_(ahead < -before, -math.inf)
+        mask.masked_fill_(ahead < -before, -math.inf)
     if after is not None:
-        bias.masked_fill_(ahead > after, -math.inf)
-    return bias[:, : k1 - k0]
+        mask.masked_fill_(ahead > after, -math.inf)
+    return mask[:, : k1 - k0]
 
 
-def _within_windows(band: Band) -> Iterator[Band]:
-    """Cut off the queries that see all keys if there are many: flash attention takes a right window of all keys for none."""
-    n, m = (stop - start for start, stop in (band.queries, band.keys))
-    many = band.after is not None and band.after - m + n >= m
-    return cut(band, n, max(0, m - band.after) if many else None)
-
-
-@functools.lru_cache(maxsize=256)
-def _sequences(borders: tuple[tuple[int, ...], ...], device: torch.device) -> tuple[Tensor | int, ...]:
+@functools.lru_cache(maxsize=128)
+def _sequences(borders: Borders, device: torch.device) -> tuple[Tensor | int, ...]:
     """Return borders on the device, and the longest sequences. Cached: no call copies them to the device."""
     tensors = [torch.tensor(side, dtype=torch.int32, device=device) for side in borders]
     return *tensors, *(max(stop - start for start, stop in itertools.pairwise(side)) for side in borders)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ds_memo.sequence import kernels
-from ds_memo.sequence.kernels import Call, Cpu, Flash, Math, backward, forward, merge
+from ds_memo.sequence.kernels import Call, Cpu, Flash, Math, backward, forward, merge, side_by_side
 from ds_memo.sequence.masks import Band, Mask, plan
 from ds_memo.sequence.parts import Parts
 
@@ -64,14 +64,14 @@ def ring_of(
     q, grad = q[:, places[own]], grad[:, places[own]]
     shape = *q.shape[:3], v.shape[3]
     wide = kernels._accumulator(q)
-    out, lse = torch.zeros(shape, dtype=wide), torch.full((shape[0], shape[2], shape[1]), -math.inf, dtype=wide)
+    out, lse = q.new_zeros(shape, dtype=wide), q.new_full((shape[0], shape[2], shape[1]), -math.inf, dtype=wide)
     found = []
     for step, bands in enumerate(steps):
         keys = places[(own - step) % ring]
         if bands:
             found.append(forward(q, k[:, keys], v[:, keys], bands, scale, softcap, shared))
             merge(out, lse, *found[-1])
-    dq, dk, dv = (torch.zeros(x.shape, dtype=wide) for x in (q, k, v))
+    dq, dk, dv = (torch.zeros_like(x, dtype=wide) for x in (q, k, v))
     for step, bands in enumerate(steps):
         keys = places[(own - step) % ring]
         if bands:
@@ -92,6 +92,7 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
 def differences(
     parts_of: Any, mask: Mask, rows: int = 1, heads: tuple[int, int] = (4, 2), sizes: tuple[int, int] = (8, 8),
     softcap: float = 0.0, shared: tuple[int, ...] | None = None, dtype: torch.dtype = torch.float64,
+    device: str = "cpu",
 ) -> list[float]:  # fmt: skip
     """Return errors of out, lse and the gradients over all ring numbers, relative to the largest value."""
     ring = parts_of(0).ranks.ring
@@ -100,7 +101,7 @@ def differences(
     (h, hk), (d, e) = heads, sizes
     inputs = [torch.randn(rows, length, n, size, dtype=torch.float64) for n, size in ((h, d), (hk, d), (hk, e), (h, e))]
     inputs = [x.to(dtype) for x in inputs]
-    q, k, v = (x.double().requires_grad_() for x in inputs[:3])
+    q, k, v = (x.double().detach().requires_grad_() for x in inputs[:3])
     key_of = list(shared or [i * hk // h for i in range(h)])
     seen = visible(parts_of(0), mask, rows)
     out, lse = reference(q, k, v, seen, 0.3, softcap, key_of)
@@ -110,8 +111,8 @@ def differences(
     for own in range(ring):
         parts = parts_of(own)
         at = torch.cat([torch.arange(*piece) for piece in parts.pieces_of_ring(own)])
-        got, _ = ring_of(parts, inputs, mask, 0.3, softcap, shared, own)
-        total[0][:, at], total[1][:, :, at], total[2][:, at] = (x.double() for x in got[:3])
+        got = [x.cpu().double() for x in ring_of(parts, [x.to(device) for x in inputs], mask, 0.3, softcap, shared, own)[0]]
+        total[0][:, at], total[1][:, :, at], total[2][:, at] = got[:3]
         total[3] += got[3]
         total[4] += got[4]
     return [error(*pair) for pair in zip(total, whole, strict=True)]
@@ -164,6 +165,25 @@ def test_heads_of_any_number_and_size(case: dict[str, Any], mask: Mask, monkeypa
 def test_lower_precision(dtype: torch.dtype, tolerance: float, softcap: float) -> None:
     errors = differences(lambda own: Parts(ranks(2, own), 40, [[0, 17]]), Mask("window", 9), dtype=dtype, softcap=softcap)
     assert max(errors) < tolerance
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(
+    "case",
+    [{}, {"sizes": (24, 16)}, {"sizes": (264, 8)}, {"heads": (5, 2), "shared": (0, 0, 0, 1, 1)}, {"softcap": 1.5}],
+    ids=str,
+)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)], ids=str)
+def test_on_cuda(case: dict[str, Any], dtype: torch.dtype, tolerance: float) -> None:
+    for mask in (Mask(), Mask("window", 70), Mask("chunk", 60), Mask("both")):
+        for ring, documents in ((1, [[0]]), (1, [[0, 5, 310]]), (2, [[0, 5, 310], [0]]), (3, [[0]])):
+            errors = differences(lambda own: Parts(ranks(ring, own), 600, documents), mask, 2, dtype=dtype, device="cuda", **case)  # noqa: B023
+            assert max(errors) < tolerance, (mask, ring, documents, errors)
+
+
+def test_a_window_wider_than_the_kernel_s_own_blocks() -> None:
+    assert max(differences(lambda own: Parts(ranks(1, own), 1500), Mask("window", 700), heads=(1, 1))) < EXACT
 
 
 @pytest.mark.parametrize("softcap", [0.0, 2.0])
@@ -341,12 +361,55 @@ def test_rows_end_to_end_give_what_rows_give(monkeypatch: pytest.MonkeyPatch) ->
             outs = [Math(self.scale).forward(kernels._parts(qkv, part), part) for part in self.each(call)]
             return torch.cat([out for out, _ in outs], 1), torch.cat([lse for _, lse in outs], 2)
 
+        def backward(self, grad: Any, qkv: Any, out: Any, lse: Any, call: Call) -> Any:
+            qkv = [qkv[0], *(x.repeat_interleave(2, 2) for x in qkv[1:])]
+            dq, dk, dv = (torch.cat(shares, 1) for shares in zip(*(
+                Math(self.scale).backward(
+                    grad[:, slice(*part.queries)], kernels._parts(qkv, part), out[:, slice(*part.queries)],
+                    lse[:, :, slice(*part.queries)], part,
+                )
+                for part in self.each(call)
+            ), strict=True))  # fmt: skip
+            return dq, *(x.unflatten(2, (2, 2)).sum(3) for x in (dk, dv))
+
     assert Side.calls is Flash.calls
     monkeypatch.setattr(kernels, "_kernel", lambda q, v, scale, softcap: Side(scale))
     torch.manual_seed(0)
     documents = [[0, 10, 11, 30], [0]]
-    q, k, v = (torch.randn(2, 40, h, 8, dtype=torch.float64) for h in (4, 2, 2))
+    q, k, v, grad = (torch.randn(2, 40, h, 8, dtype=torch.float64) for h in (4, 2, 2, 4))
     parts = Parts(ranks(1, 0), 40, documents)
-    out, lse = forward(q, k, v, plan(parts, Mask()).steps[0], 0.3)
+    bands = plan(parts, Mask()).steps[0]
+    out, lse = forward(q, k, v, bands, 0.3)
+    grads = backward(grad, q, k, v, out, lse.contiguous(), bands, 0.3)
+    of = [x.requires_grad_() for x in (q, k, v)]
     expected, expected_lse = reference(q, k, v, visible(parts, Mask(), 2), 0.3, 0.0, [0, 0, 1, 1])
-    assert error(out, expected) < EXACT and error(lse, expected_lse) < EXACT
+    wanted = expected, expected_lse, *torch.autograd.grad(expected, of, grad)
+    for got, want in zip((out, lse, *grads), wanted, strict=True):
+        assert error(got, want.detach()) < EXACT
+
+
+def test_bands_share_a_call_if_one_window_is_right_for_all() -> None:
+    """A band without a limit has room for windows of its size, and no smaller ones."""
+    limited = Band(None, (10, 40), (10, 40), 9, 4)
+    free = Band(None, (0, 10), (0, 10), None, 4)
+    assert [call.limits for call in side_by_side([free, limited], 40, 40)] == [(9, 4)]
+    assert [call.limits for call in side_by_side([free, limited._replace(before=8)], 40, 40)] == [(None, 4), (8, 4)]
+    free, limited = free._replace(before=3, after=None), limited._replace(before=3, after=9)
+    assert [call.limits for call in side_by_side([free, limited], 40, 40)] == [(3, 9)]
+    assert [call.limits for call in side_by_side([free, limited._replace(after=8)], 40, 40)] == [(3, None), (3, 8)]
+
+
+def test_dtypes_of_gradients() -> None:
+    q, k, v, grad = (torch.randn(1, 40, 2, 8, dtype=torch.bfloat16) for _ in range(4))
+    band = Band(None, (0, 20), (0, 20), None, 0)
+    apart, one_key = band._replace(queries=(20, 40), keys=(20, 40)), band._replace(queries=(20, 40))
+    for bands, wide in (
+        ([apart], ()),
+        ([band, apart], ()),
+        ([band, one_key], (1, 2)),
+        ([band, band._replace(keys=(20, 40))], (0,)),
+    ):
+        out, lse = forward(q, k, v, bands, 0.3)
+        grads = backward(grad, q, k, v, out, lse, bands, 0.3)
+        assert (out.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
+        assert [x.dtype for x in grads] == [torch.float32 if i in wide else torch.bfloat16 for i in range(3)]

@@ -23,7 +23,7 @@ CASES: dict[str, dict[str, Any]] = {
     "window": {"mask": Mask("window", 50)},
     "packed windows": {"rows": 2, "documents": PACKED, "mask": Mask("window", 50)},
     "both": {"mask": Mask("both"), "length": 70},
-    "shared": {"heads": (5, 2), "shared": (0, 0, 1, 1, 1)},
+    "shared": {"heads": (5, 2), "shared": (0, 0, 0, 1, 1)},
     "mla": {"sizes": (192, 128)},
     "odd": {"sizes": (20, 12)},
     "large": {"sizes": (320, 320)},

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.emulated_process import run_emulated
 from ds_memo.ops.builder import cuda_headers
-from tests.sequence.kernel_calls import CASES
+from tests.sequence.cuda_calls import CASES
 
 FLASH, EFFICIENT = "_flash_attention", "_scaled_dot_product_efficient_attention"
 CALLS = {
@@ -26,7 +26,7 @@ CALLS = {
 )
 def test_cuda_accepts_every_call(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("EMULATED_LIMIT_S", "300")
-    assert run_emulated("tests.sequence.kernel_calls", [], 4) == 0
+    assert run_emulated("tests.sequence.cuda_calls", [], 4) == 0
     found = [json.loads(line) for line in capfd.readouterr().out.splitlines() if line.startswith('["torch')]
     assert len(found) == 2 * len(CASES)
     for dtype, name, ops in found:
