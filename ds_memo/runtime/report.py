@@ -6,6 +6,7 @@ from ds_memo.placement import PlacementKind
 from ds_memo.remat.call import Work
 from ds_memo.runtime.parts import Parts
 from ds_memo.runtime.throughput import Speed, model_flops_utilization
+from ds_memo.sequence.parts import PARTS
 from ds_memo.show.report_table import Report
 
 
@@ -46,6 +47,7 @@ def report(parts: Parts, speed: Speed) -> Report:
         mfu=model_flops_utilization(parts.model(), parts.hidden_shape(), tokens_per_s, engine.device),
         tiles=parts.tiling.report() if parts.tiling else None,
         logits=_logits(parts),
+        sequence=_sequence(parts),
         profile=parts.tuner.report() if parts.tuner else None,
         plan=parts.addresses.report(),
         nvme=parts.drives.report() if parts.drives else None,
@@ -58,6 +60,15 @@ def _logits(parts: Parts) -> dict[str, int] | None:
     if not parts.heads:
         return None
     return {"tile_rows": max(head.rows for head in parts.heads), "lazy_calls": sum(head.lazy_calls for head in parts.heads)}
+
+
+def _sequence(parts: Parts) -> dict[str, int] | None:
+    """Return how many ranks share a sequence, and how they do; None: each rank has whole sequences, or DeepSpeed shares them."""
+    modules = (layer.module() for layer in parts.layers)
+    shared = next((found for module in modules if module is not None and (found := vars(module).get(PARTS))), None)
+    if shared is None:
+        return None
+    return {"ranks": shared.ranks.size, "ulysses": shared.ranks.ulysses, "ring": shared.ranks.ring}
 
 
 def _recomputed(work: Work, frames: int) -> float | None:

@@ -113,7 +113,7 @@ class _Gather(torch.autograd.Function):
 
 
 def move(x: torch.Tensor, have: Sequence[Pieces], want: Sequence[Pieces], group: dist.ProcessGroup) -> torch.Tensor:
-    """Return the tokens (b, n, …) that this rank wants of those that all ranks have. What nobody has is zero.
+    """Return the tokens (b, n, …) that this rank wants of those that all ranks have. Tokens that no rank has are zero.
 
     Args:
         have, want: pieces of each rank of the group.

@@ -18,11 +18,11 @@ class SequenceRanks:
     """
 
     group: dist.ProcessGroup
-    """Of all that share the sequence."""
+    """All that share the sequence."""
     ulysses_group: dist.ProcessGroup
     ring_group: dist.ProcessGroup
     host_group: dist.ProcessGroup
-    """Of all that share the sequence, for what lies on the host: the device does not wait for it."""
+    """The same ranks, for what lies on the host: the device does not wait for it."""
 
     @functools.cached_property
     def size(self) -> int:

@@ -122,6 +122,9 @@ def _lines(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "recomputed", f"{gemms}; attention {report['attention_recomputed']} times"
     if (logits := report.get("logits")) and logits["lazy_calls"]:
         yield "logits", f"lazy in {logits['lazy_calls']} calls of the output head, tiles of {logits['tile_rows']:,} rows"
+    if ranks := report.get("sequence"):
+        how = f"{ranks['ulysses']} trade heads" + (f", rings of {ranks['ring']}" if ranks["ring"] > 1 else "")
+        yield "sequence", f"shared by {ranks['ranks']} ranks: {how}"
     host = report["host"]
     yield "host memory", f"{size(host['slab'])} held, {size(host['peak_used'])} used at most, of {size(host['budget'])}"
     yield "stalls", ", ".join(f"{seconds:.3g} s for {stream}" for stream, seconds in report["stall_s"].items())
