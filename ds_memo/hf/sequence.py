@@ -134,12 +134,12 @@ class Decoder:
     def _before_model(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if module is self._base:
             self._positions = kwargs.get("position_ids")
-            self._leaving.clear()
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
         """Learn how whole sequences lie on the ranks, and give the decoder this rank's part."""
         if module is not self.module or self.is_off:
             return None
+        self._leaving.clear()  # a forward may have ended before its exit
         given = _by_name(self._signature, args, kwargs)
         tokens = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
         if not isinstance(tokens, torch.Tensor) or tokens.dim() < 2:

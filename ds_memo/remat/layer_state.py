@@ -38,6 +38,8 @@ _HOOKS = (
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 PLAIN: set[type] = {bool, int, float, str, type(None)}
 """Types of settings. Other packages add theirs, whose objects are never changed."""
+OF_LATEST: set[str] = set()
+"""Attributes that tell of the latest forward, whatever ran it. A replay gets those of its own."""
 _MERGED = "merged_adapters"
 """PEFT's list of the adapters that are in a weight's values now."""
 
@@ -348,10 +350,19 @@ def unchanged(module: nn.Module) -> Iterator[None]:
     """Have the block run a module on copies of its state, which are dropped: attributes, lists and dicts that they hold, buffers,
     hooks, generators, flags.
 
-    What the block does to parameters, and to buffers above SMALL, stays.
+    What the block does to parameters, to buffers above SMALL and to attributes in OF_LATEST stays.
     """
-    with LayerState("", module).before(learns=True).put_in():
-        yield
+    state = LayerState("", module)
+    latest: list[tuple[dict[str, Any], str, Any]] = []
+    try:
+        with state.before(learns=True).put_in():
+            try:
+                yield
+            finally:
+                latest += [(part.table, name, part.table[name]) for part in state.parts for name in OF_LATEST & part.table.keys()]
+    finally:
+        for table, name, value in latest:
+            table[name] = value
 
 
 def is_foreign(name: str) -> bool:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ds_memo.errors import MemoError
-from ds_memo.remat.layer_state import PLAIN
+from ds_memo.remat.layer_state import OF_LATEST, PLAIN
 from ds_memo.remat.modes import inside_a_layer
 from ds_memo.sequence.ranks import SequenceRanks
 
@@ -124,6 +124,7 @@ class Parts:
 
 
 PLAIN.add(Parts)
+OF_LATEST.add(PARTS)
 
 
 def parts_of(module: nn.Module) -> Parts | None:
