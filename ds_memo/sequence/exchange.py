@@ -147,7 +147,7 @@ def _moved(x: torch.Tensor, have: Sequence[Pieces], want: Sequence[Pieces], grou
     for (at, size), part in zip(
         itertools.chain(*come), received.split([size for places in come for _, size in places]), strict=True
     ):
-        out.narrow(0, at, size).copy_(part)
+        out.narrow(0, at, size).add_(part)  # two ranks may want one token: its gradient is their sum
     return out.transpose(0, 1).contiguous()
 
 

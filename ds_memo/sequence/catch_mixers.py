@@ -1,0 +1,217 @@
+"""Where functions that mix tokens are caught: the globals of models' Python files, and hooks of the modules that call them.
+
+A caught function is the original unless a hook says that its module has a part of a sequence (`_ds_memo_parts`).
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import threading
+import types
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_memo.errors import MemoError
+from ds_memo.sequence import exchange
+from ds_memo.sequence.mixers import CONVOLUTIONS, FUSED, SCANS, WHOLE, Spread, convolution, fitting, scan
+from ds_memo.sequence.parts import Parts
+
+_MODELS = "transformers.models."
+_METHODS = ("_rnn_scan",)
+CAUGHT: Counter[str] = Counter()
+"""How often each function ran on parts, in this process."""
+
+
+class _UnderWay(threading.local):
+    """The modules with hooks whose forward runs, the innermost last, and the parts of each; None: not parallel."""
+
+    def __init__(self) -> None:
+        self.modules: list[tuple[nn.Module, Any]] = []
+
+    @property
+    def parts(self) -> Parts | None:
+        noted = self.modules[-1][1] if self.modules else None
+        return noted if isinstance(noted, Parts) else None
+
+
+_UNDER_WAY = _UnderWay()
+
+
+def catch_mixers(decoder: nn.Module) -> list[nn.Module]:
+    """Make the mixers of a decoder run on parts where they are given some; return those modules.
+
+    A mixer is a module whose class calls a caught function, an nn.Conv1d over tokens, or a class that runs on all tokens.
+    """
+    found = []
+    for module in decoder.modules():
+        if type(module).__name__ in WHOLE:
+            _hook(module, _enter_whole, _leave_whole, with_kwargs=True)
+        elif isinstance(module, nn.Conv1d) and module.kernel_size[0] > 1:
+            _hook(module, _enter_convolution, _leave_convolution)
+        elif any([_catch(cls) for cls in type(module).__mro__]):
+            _hook(module, _enter, _leave)
+        else:
+            continue
+        found.append(module)
+    return found
+
+
+def _hook(module: nn.Module, enter: Callable[..., Any], leave: Callable[..., Any], with_kwargs: bool = False) -> None:
+    if enter not in module._forward_pre_hooks.values():
+        module.register_forward_pre_hook(enter, with_kwargs=with_kwargs)
+        module.register_forward_hook(leave, always_call=True)
+
+
+# ---- functions
+
+
+@functools.lru_cache(maxsize=None)
+def _catch(cls: type) -> bool:
+    """Catch what a class's Python file has; return whether its functions call any of it."""
+    if not cls.__module__.startswith(_MODELS):
+        return False
+    caught = _catch_globals(sys.modules[cls.__module__])
+    for name in _METHODS:
+        if name in vars(cls):
+            setattr(cls, name, _around_method(vars(cls)[name]))
+    called = {name for value in vars(cls).values() for name in _names_in(value)}
+    return not called.isdisjoint({*caught, *_METHODS})
+
+
+@functools.lru_cache(maxsize=None)
+def _catch_globals(source: types.ModuleType) -> frozenset[str]:
+    """Catch the functions that the tables know; return the names by which a Python file calls them."""
+    caught = set()
+    for name, value in list(vars(source).items()):
+        known = getattr(value, "__name__", None)
+        if callable(value) and (known in SCANS or known in CONVOLUTIONS or known in FUSED):
+            setattr(source, name, _around(known, value))
+            caught.add(name)
+    return frozenset(caught)
+
+
+def _names_in(value: Any) -> Iterator[str]:
+    """Yield the names that a function's code mentions, that of functions inside it, too."""
+    codes = [inspect.unwrap(value).__code__] if isinstance(value, types.FunctionType) else []
+    while codes:
+        code = codes.pop()
+        yield from code.co_names
+        codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+
+
+def _around(known: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def on_parts(*args: Any, **kwargs: Any) -> Any:
+        parts = _UNDER_WAY.parts
+        return function(*args, **kwargs) if parts is None else _on_parts(known, function, args, kwargs, parts)
+
+    return on_parts
+
+
+def _around_method(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def on_parts(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        parts = _UNDER_WAY.parts
+        bound = types.MethodType(method, self)
+        return bound(*args, **kwargs) if parts is None else _on_parts(method.__name__, bound, args, kwargs, parts)
+
+    return on_parts
+
+
+def _on_parts(known: str, function: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any], parts: Parts) -> Any:
+    if known in FUSED:
+        return None
+    CAUGHT[known] += 1
+    return (scan if known in SCANS else convolution)(known, function, args, kwargs, parts)
+
+
+# ---- hooks
+
+
+def _parts_of(module: nn.Module) -> Parts | None:
+    """Return the parts that a module is in; None inside a module that runs on all tokens."""
+    inside_whole = any(type(outer).__name__ in WHOLE for outer, _ in _UNDER_WAY.modules)
+    return None if inside_whole else vars(module).get("_ds_memo_parts")
+
+
+def _enter(module: nn.Module, args: Any) -> None:
+    _UNDER_WAY.modules.append((module, _parts_of(module)))
+
+
+def _leave(module: nn.Module, args: Any, out: Any) -> None:
+    _left(module)
+
+
+def _left(module: nn.Module) -> Any:
+    """Return what the module's entrance noted; None if it never came so far (another hook raised before)."""
+    modules = _UNDER_WAY.modules
+    return modules.pop()[1] if modules and modules[-1][0] is module else None
+
+
+def _enter_convolution(module: nn.Conv1d, args: tuple[torch.Tensor]) -> tuple[torch.Tensor] | None:
+    """Give an nn.Conv1d that is called outright (RecurrentGemma) this rank's tokens behind their halo."""
+    parts = _parts_of(module)
+    if parts is None:
+        return None
+    (x,), reach = args, (module.kernel_size[0] - 1) * module.dilation[0]
+    if module.padding[0] != reach or module.stride[0] != 1 or module.padding_mode != "zeros" or x.shape[-1] > parts.own:
+        raise MemoError(
+            f"an nn.Conv1d of {module.kernel_size[0]} taps got {x.shape[-1]} tokens with padding {module.padding[0]}; sequence "
+            f"parallelism expects this rank's {parts.own} and padding {reach}, whose last outputs the model cuts off. "
+            "Set sequence_parallel_size to 1, or report the model"
+        )
+    spread = Spread(x, reach, fitting(parts, x.shape[-1], "nn.Conv1d"))
+    _UNDER_WAY.modules.append((module, spread))
+    CAUGHT["nn.Conv1d"] += 1
+    return (spread.x,)
+
+
+def _leave_convolution(module: nn.Conv1d, args: Any, out: torch.Tensor | None) -> torch.Tensor | None:
+    spread = _left(module)
+    return None if spread is None or out is None else spread.gathered(out)
+
+
+def _enter_whole(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+    """Give a module all tokens, on every rank. The cost is that of a run on one rank."""
+    parts = _parts_of(module)
+    if parts is None:
+        return None
+    hidden = next(value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
+    parts = fitting(parts, hidden.shape[1], type(module).__name__)
+    borders = [start for row in parts.documents for start in row if 0 < start < parts.unpadded]
+    if borders:
+        raise MemoError(
+            f"{type(module).__name__} got packed documents (one begins at token {borders[0]}) and cannot keep them apart. "
+            "Give it one document a row"
+        )
+    _UNDER_WAY.modules.append((module, (parts, hidden.shape[0])))
+    CAUGHT[type(module).__name__] += 1
+
+    def whole(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(whole, value))
+        has_tokens = isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[1] == parts.own
+        return exchange.gather(value, 1, parts) if has_tokens else value
+
+    return tuple(map(whole, args)), {name: whole(value) for name, value in kwargs.items()}
+
+
+def _leave_whole(module: nn.Module, args: Any, out: Any) -> Any:
+    entered = _left(module)
+    if entered is None or out is None:
+        return None
+    parts, batch = entered
+
+    def own(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(own, value))
+        has_tokens = isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[:2] == (batch, parts.length)
+        return parts.own_of(value, 1) if has_tokens else value
+
+    return own(out)

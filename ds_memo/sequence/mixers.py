@@ -1,0 +1,358 @@
+"""How functions that mix tokens, other than attention, run on parts of sequences.
+
+A convolution gets the tokens before each piece (a halo). A scan gets all tokens of some heads: an all-to-all before it, another
+behind it. The tables at the end of this file say which argument of which function holds what.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import inspect
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from ds_memo.errors import MemoError
+from ds_memo.sequence import exchange
+from ds_memo.sequence.parts import Parts, Pieces
+
+# ---- a call of a caught function
+
+
+class Argument(NamedTuple):
+    """Dimensions of an argument. Without tokens it is a parameter of each head; without heads all heads share it."""
+
+    tokens: int | None
+    heads: int | None
+
+
+@dataclass(frozen=True)
+class Scan:
+    """A function that carries a state from token to token, for each head by itself.
+
+    Args:
+        lead: the argument whose heads are split, and whose layout the output has. Another argument may have fewer heads, each
+            of which serves neighbouring heads of the lead.
+        packed: the keyword by which the function's kernel keeps documents apart, if it has one.
+        state, final: keywords of the state before the first token, and of whether to return the one behind the last.
+        two: True if it returns a state, or None in its place, even if none is asked for.
+    """
+
+    lead: str
+    arguments: Mapping[str, Argument]
+    packed: str | None
+    state: str | None
+    final: str | None
+    two: bool = False
+
+
+@dataclass
+class Call:
+    """A call's arguments by the names that the table knows; its caller gives them by position or by keyword."""
+
+    function: Callable[..., Any]
+    positional: tuple[str, ...]
+    values: dict[str, Any]
+
+    @classmethod
+    def of(cls, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+        names = _names(function)[: len(args)]
+        return cls(function, names, dict(zip(names, args, strict=True)) | dict(kwargs))
+
+    def run(self, values: Mapping[str, Any]) -> Any:
+        by_name = {name: value for name, value in values.items() if name not in self.positional}
+        return self.function(*(values[name] for name in self.positional), **by_name)
+
+    def refuse_unknown(self, name: str, known: Mapping[str, Any], states: Sequence[str | None]) -> None:
+        """Refuse what would be wrong without a word: arguments with tokens that no table knows, and states of a cache.
+
+        Keywords that the function does not take are its caller's affair, who hands on all that it was given.
+        """
+        taken = taken_by(self.function)
+        for argument, value in self.values.items():
+            if argument in states and value is not None and value is not False:
+                raise MemoError(
+                    f"{name} got {argument}, as where a cache is used; sequence parallelism expects none. Set use_cache=False"
+                )
+            if argument in ("cu_seqlens", "seq_idx") and value is not None:
+                raise MemoError(
+                    f"{name} got {argument} (documents of this rank's tokens); sequence parallelism finds documents by position_ids. "
+                    "Leave seq_idx and cu_seq_lens_q out of the batch"
+                )
+            if isinstance(value, torch.Tensor) and value.dim() and argument not in known and argument in taken:
+                raise MemoError(
+                    f"{name} got the tensor {argument} of shape {tuple(value.shape)}, of which sequence parallelism knows "
+                    f"neither tokens nor heads; it knows {', '.join(known)}. Set sequence_parallel_size to 1, or report the model"
+                )
+
+
+def _names(function: Callable[..., Any]) -> tuple[str, ...]:
+    return tuple(inspect.signature(function).parameters)
+
+
+def taken_by(function: Callable[..., Any]) -> tuple[str, ...]:
+    """Return names of the arguments that a function takes: its kernel's where Transformers found one."""
+    return _closed_over(function).get("applicable_params", _names(function))
+
+
+def _takes(function: Callable[..., Any], packed: str | None) -> bool:
+    """Return whether documents can be told to a function. Transformers' own fallbacks in PyTorch cannot be told."""
+    return bool(_closed_over(function).get("is_new_implementation")) and packed in taken_by(function)
+
+
+def _closed_over(function: Callable[..., Any]) -> dict[str, Any]:
+    """Return the variables of Transformers' wrapper that picks a kernel at import; {} for any other function."""
+    code = getattr(function, "__code__", None)
+    cells = getattr(function, "__closure__", None) or ()
+    return dict(zip(code.co_freevars, (cell.cell_contents for cell in cells), strict=True)) if cells else {}
+
+
+def fitting(parts: Parts, tokens: int, name: str) -> Parts:
+    """Return the parts of a call with so many tokens: a profile calls layers with fewer."""
+    if tokens > parts.own:
+        raise MemoError(f"{name} got {tokens} tokens, this rank's part has {parts.own}. Set use_cache=False")
+    return parts if tokens == parts.own else parts.shortened(tokens)
+
+
+def _rows(parts: Parts, batch: int) -> Iterator[tuple[slice, tuple[int, ...]]]:
+    """Yield rows of the batch with one list of documents."""
+    documents = parts.documents
+    if all(row == documents[0] for row in documents):
+        yield slice(0, batch), documents[0]
+    else:
+        yield from ((slice(row, row + 1), starts) for row, starts in enumerate(documents))
+
+
+# ---- convolutions
+
+
+def convolution(name: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], parts: Parts) -> Any:
+    """Run a causal convolution of (b, channels, tokens) on this rank's tokens, in one call."""
+    call = Call.of(function, args, kwargs)
+    row = CONVOLUTIONS[name]
+    call.refuse_unknown(name, dict.fromkeys((row.x, row.weight, "bias")), row.states)
+    x = call.values[row.x]
+    spread = Spread(x, call.values[row.weight].shape[-1] - 1, fitting(parts, x.shape[-1], name))
+    return spread.gathered(call.run(call.values | {row.x: spread.x}))
+
+
+class Spread:
+    """Tokens as a causal convolution needs them: each piece behind its halo, each further document behind as many zeros.
+
+    Args:
+        x: (b, channels, tokens) of this rank.
+        reach: tokens before its own that an output depends on.
+    """
+
+    def __init__(self, x: torch.Tensor, reach: int, parts: Parts) -> None:
+        self._places: list[list[tuple[int, int]]] = []
+        x = x.transpose(1, 2)  # where tokens lie one after another, the kernel's layout stays
+        halos = _halos(x, reach, parts)
+        rows = []
+        for of_batch, starts in _rows(parts, x.shape[0]):
+            segments, places = _segments(x[of_batch], halos[of_batch], reach, parts.pieces, starts)
+            rows.append(torch.cat(segments, 1))
+            self._places.append(places)
+        longest = max(row.shape[1] for row in rows)
+        even = [row if row.shape[1] == longest else F.pad(row, (0, 0, 0, longest - row.shape[1])) for row in rows]
+        self.x = (even[0] if len(even) == 1 else torch.cat(even)).transpose(1, 2)
+
+    def gathered(self, y: torch.Tensor) -> torch.Tensor:
+        """Return the outputs (b, channels, tokens) of this rank's tokens alone."""
+        rows = [y] if len(self._places) == 1 else y.split(1)
+        out = []
+        for row, places in zip(rows, self._places, strict=True):
+            kept = [row.narrow(2, *place) for place in places]
+            out.append(kept[0] if len(kept) == 1 else torch.cat(kept, 2))
+        return out[0] if len(out) == 1 else torch.cat(out)
+
+
+def _halos(x: torch.Tensor, reach: int, parts: Parts) -> torch.Tensor:
+    """Return the tokens before each of this rank's pieces (b, pieces · reach, channels); zeros before the sequence.
+
+    Every rank's graph holds the exchange, that of the first rank, too: otherwise the others' backward would wait for it.
+    """
+    wanted = [tuple((start - reach, start) for start, _ in pieces) for pieces in parts.all_pieces]
+    return exchange.move(x, parts.all_pieces, wanted, parts.ranks.group)
+
+
+def _segments(
+    x: torch.Tensor, halos: torch.Tensor, reach: int, pieces: Pieces, starts: Sequence[int]
+) -> tuple[list[torch.Tensor], list[tuple[int, int]]]:
+    """Return what to put one after another, and where this rank's tokens then lie."""
+    segments, places = [], []
+    zeros = x.new_zeros(x.shape[0], reach, x.shape[2])
+    passed = at = 0
+    for (start, stop), halo in zip(pieces, halos.split(reach, 1), strict=True):
+        document = starts[bisect.bisect_right(starts, start) - 1]
+        others = torch.arange(start - reach, start, device=x.device) < document
+        before = halo.masked_fill(others[:, None], 0)
+        for first, last in itertools.pairwise((start, *(border for border in starts if start < border < stop), stop)):
+            segments += [before, x.narrow(1, passed, last - first)]
+            places.append((at + reach, last - first))
+            passed, at, before = passed + last - first, at + reach + last - first, zeros
+    return segments, places
+
+
+# ---- scans
+
+
+def scan(name: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], parts: Parts) -> Any:
+    """Run a scan with all tokens of some heads. A rank may have none: its graph still holds every exchange."""
+    call, how = Call.of(function, args, kwargs), SCANS[name]
+    call.refuse_unknown(name, how.arguments, (how.state, how.final))
+    lead, where = call.values[how.lead], how.arguments[how.lead]
+    parts = fitting(parts, lead.shape[where.tokens], name)
+    owned = exchange.blocks(lead.shape[where.heads], parts.ranks.size)
+    values = {
+        argument: _share(value, how.arguments[argument], owned, parts)
+        if isinstance(value, torch.Tensor) and argument in how.arguments
+        else value
+        for argument, value in call.values.items()
+    }
+    out = _by_documents(call, values, how, parts) if owned[parts.ranks.number] else _nothing(values, how)
+    states, *rest = out if isinstance(out, tuple) else (out,)
+    states = parts.by_rank(states.movedim((where.tokens, where.heads), (1, 2)), 1)
+    states = exchange.to_tokens(states, [len(heads) for heads in owned], parts.ranks.group)
+    states = states.movedim((1, 2), (where.tokens, where.heads))
+    return (states, *(None for _ in rest)) if isinstance(out, tuple) else states
+
+
+def _share(x: torch.Tensor, where: Argument, owned: exchange.Owned, parts: Parts) -> torch.Tensor:
+    """Return what this rank's heads need of an argument."""
+    mine, heads = owned[parts.ranks.number], sum(map(len, owned))
+    if where.tokens is None:
+        return x.narrow(where.heads, mine[0] if mine else 0, len(mine))
+    if where.heads is None:
+        whole = exchange.gather(x.byte() if x.dtype == torch.bool else x, where.tokens, parts)  # gloo gathers no bool
+        return whole.to(x.dtype)
+    groups = x.shape[where.heads]
+    needed = exchange.shared_by(owned, heads, groups)
+    x = exchange.to_heads(x.movedim((where.tokens, where.heads), (1, 2)), needed, parts.ranks.group)
+    x = parts.sorted(x, 1)
+    here = needed[parts.ranks.number]
+    group_of = [here.index(head * groups // heads) for head in mine]
+    if group_of != [head * len(here) // len(mine) for head in range(len(mine))] or (mine and len(mine) % len(here)):
+        x = x.index_select(2, exchange.index(tuple(group_of), x.device))  # not each group serves as many of this rank's heads
+    return x.movedim((1, 2), (where.tokens, where.heads))
+
+
+def _nothing(values: Mapping[str, Any], how: Scan) -> torch.Tensor | tuple[torch.Tensor, None]:
+    """Return the output for no heads, whose gradient reaches all that a scan's would."""
+    given = [value for name, value in values.items() if name in how.arguments and isinstance(value, torch.Tensor)]
+    out = values[how.lead] + sum(value.flatten()[:0].sum() for value in given if value.is_floating_point())
+    return (out, None) if how.two else out
+
+
+def _by_documents(call: Call, values: dict[str, Any], how: Scan, parts: Parts) -> Any:
+    if parts.one_document:
+        return call.run(values)
+    tokens = {
+        name: how.arguments[name].tokens
+        for name, value in values.items()
+        if isinstance(value, torch.Tensor) and name in how.arguments and how.arguments[name].tokens is not None
+    }
+    batch = values[how.lead].shape[0]
+    if _takes(call.function, how.packed):
+        told = values | {how.packed: _PACKED[how.packed](parts.documents, parts.length, batch, values[how.lead].device)}
+        if how.packed == "seq_idx":
+            return call.run(told)
+        out, *rest = call.run(told | {name: values[name].flatten(0, 1)[None] for name in tokens})  # it wants one row
+        return (out.unflatten(1, (batch, -1))[0], *rest)
+    rows, is_tuple = [], False
+    for of_batch, starts in _rows(parts, batch):
+        outs = []
+        for start, stop in itertools.pairwise((*starts, parts.length)):
+            own = {name: values[name][of_batch].narrow(dim, start, stop - start) for name, dim in tokens.items()}
+            out = call.run(values | own)
+            is_tuple = isinstance(out, tuple)
+            outs.append(out[0] if is_tuple else out)
+        rows.append(torch.cat(outs, tokens[how.lead]))
+    whole = rows[0] if len(rows) == 1 else torch.cat(rows)
+    return (whole, None) if is_tuple else whole
+
+
+@functools.lru_cache(maxsize=16)
+def _borders(documents: tuple[tuple[int, ...], ...], length: int, batch: int, device: torch.device) -> torch.Tensor:
+    """Return cu_seqlens of all rows one after another."""
+    rows = documents if len(documents) == batch else documents * batch
+    starts = [row * length + start for row, of_row in enumerate(rows) for start in of_row]
+    return torch.tensor([*starts, batch * length], dtype=torch.int32, device=device)
+
+
+@functools.lru_cache(maxsize=16)
+def _numbers(documents: tuple[tuple[int, ...], ...], length: int, batch: int, device: torch.device) -> torch.Tensor:
+    """Return seq_idx: the number of each token's document in its row."""
+    rows = torch.zeros(len(documents), length, dtype=torch.int32)
+    for numbers, starts in zip(rows, documents, strict=True):
+        numbers[list(starts[1:])] = 1
+    return rows.cumsum(1, dtype=torch.int32).expand(batch, -1).to(device)
+
+
+_PACKED = {"cu_seqlens": _borders, "seq_idx": _numbers}
+
+
+# ---- which function takes what
+
+
+class Convolution(NamedTuple):
+    x: str
+    weight: str
+    states: tuple[str, ...]
+
+
+_HEADS, _PER_HEAD, _SHARED = Argument(1, 2), Argument(None, 0), Argument(1, None)
+_DELTA_RULE = Scan(
+    lead="value",
+    arguments=dict.fromkeys(("query", "key", "value", "g", "beta"), _HEADS),
+    packed="cu_seqlens",
+    state="initial_state",
+    final="output_final_state",
+    two=True,
+)
+_MAMBA_2 = Scan(
+    lead="hidden_states",
+    arguments=dict.fromkeys(("hidden_states", "dt", "B", "C", "z"), _HEADS) | dict.fromkeys(("A", "D", "dt_bias"), _PER_HEAD),
+    packed="seq_idx",
+    state="initial_states",
+    final="return_final_states",
+)
+_MAMBA_1 = Scan(
+    lead="hidden_states",
+    arguments=dict.fromkeys(("hidden_states", "dt", "z"), Argument(2, 1))
+    | dict.fromkeys(("B", "C"), Argument(2, None))
+    | dict.fromkeys(("A", "D", "delta_bias"), _PER_HEAD),
+    packed=None,
+    state=None,
+    final="return_last_state",
+)
+_RG_LRU = Scan(
+    lead="hidden_states",
+    arguments={"hidden_states": _HEADS, "recurrent_gate": _HEADS, "reset": _SHARED},
+    packed=None,
+    state="recurrent_states",
+    final=None,
+    two=True,
+)
+SCANS = {
+    "torch_chunk_gated_delta_rule": _DELTA_RULE,
+    "chunk_gated_delta_rule": _DELTA_RULE,
+    "chunk_kimi_delta_attention": _DELTA_RULE,
+    "chunk_kda": _DELTA_RULE,
+    "mamba2_chunk_scan": _MAMBA_2,
+    "mamba_chunk_scan_combined": _MAMBA_2,
+    "mamba_selective_scan": _MAMBA_1,
+    "selective_scan_fn": _MAMBA_1,
+    "_rnn_scan": _RG_LRU,
+}
+"""By the name of Transformers' function in PyTorch, which also one that runs a kernel bears, or by the kernel's own."""
+CONVOLUTIONS = {"causal_conv1d_fn": Convolution("hidden_states", "weight", ("initial_states", "return_final_states"))}
+FUSED = frozenset({"mamba2_split_conv1d_scan_combined", "mamba_split_conv1d_scan_combined", "mamba_inner_fn"})
+"""Convolution and scan in one. Where these return None, models call the two."""
+WHOLE = frozenset({"MiniMaxLightningAttention", "RwkvFeedForward", "RwkvSelfAttention", "ZayaCCAProjection"})
+"""Classes of modules that mix tokens in code of their own: each rank runs them on all tokens."""
