@@ -27,6 +27,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ds_memo.errors import MemoError
 from ds_memo.hf.rotary import seen_by_rotary
 from ds_memo.sequence.attention import attend
+from ds_memo.sequence.catch_mixers import catch_mixers
 from ds_memo.sequence.exchange import move
 from ds_memo.sequence.masks import Mask
 from ds_memo.sequence.parts import PARTS, Parts, Pieces, contiguous, even, parts_of
@@ -106,6 +107,7 @@ class Decoder:
         _models[base] = _models[self.module] = self
         self.module.register_forward_pre_hook(self._enter, with_kwargs=True)
         self.module.register_forward_hook(self._leave)
+        catch_mixers(self.module)
         self._hold(None)
 
     def __deepcopy__(self, memo: dict) -> Decoder:

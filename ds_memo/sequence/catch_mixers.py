@@ -20,7 +20,7 @@ from torch import nn
 from ds_memo.errors import MemoError
 from ds_memo.sequence import exchange
 from ds_memo.sequence.mixers import CONVOLUTIONS, FUSED, SCANS, WHOLE, Spread, convolution, fitting, scan
-from ds_memo.sequence.parts import Parts
+from ds_memo.sequence.parts import Parts, parts_of
 
 _MODELS = "transformers.models."
 _METHODS = ("_rnn_scan",)
@@ -137,7 +137,7 @@ def _on_parts(known: str, function: Callable[..., Any], args: tuple, kwargs: Map
 def _parts_of(module: nn.Module) -> Parts | None:
     """Return the parts that a module is in; None inside a module that runs on all tokens."""
     inside_whole = any(type(outer).__name__ in WHOLE for outer, _ in _UNDER_WAY.modules)
-    return None if inside_whole else vars(module).get("_ds_memo_parts")
+    return None if inside_whole else parts_of(module)
 
 
 def _enter(module: nn.Module, args: Any) -> None:

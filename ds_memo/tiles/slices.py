@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._pytree import tree_flatten, tree_is_leaf, tree_leaves, tree_unflatten
 
+from ds_memo.sequence.masks import Mask
 from ds_memo.spans import Span
 
 
@@ -71,7 +72,7 @@ class Arguments:
     @property
     def others(self) -> list[str]:
         """Types of arguments that are no tensors, numbers or texts: a cache of keys and values, say."""
-        plain = (torch.Tensor, bool, int, float, str, type(None))
+        plain = (torch.Tensor, bool, int, float, str, type(None), Mask)
         return [type(leaf).__name__ for leaf in self._leaves if not isinstance(leaf, plain)]
 
     def signature(self, masks: bool = True) -> Any:
