@@ -89,6 +89,8 @@ class Decoder:
         self.takes_whole = any(isinstance(module, PreTrainedModel) for module in towers)
         """True if it is given whole sequences on every rank: there are towers."""
         self._signature = inspect.signature(self.module.forward)
+        asked = inspect.signature(base.forward).parameters.values()
+        self._takes_positions = any(p.name == "position_ids" or p.kind is p.VAR_KEYWORD for p in asked)
         self._rotary = seen_by_rotary(base.config.get_text_config())
         self._known: dict[Any, Parts] = {}
         self._positions: torch.Tensor | None = None
@@ -162,6 +164,12 @@ class Decoder:
             of_text = positions[0] if positions is not None and positions.dim() == 3 and len(positions) == 4 else positions
             said = [_said(rows, length, of_text if of_text is not None and of_text.dim() == 2 else None)]
         else:
+            if positions is None and self._takes_positions:
+                raise MemoError(
+                    f"{FIELD} {self.ranks.size}: the model was called without position_ids. A rank must be given its part of each "
+                    "sequence, not a batch of its own, and position_ids say so. Let UlyssesSPDataLoaderAdapter or "
+                    "ds_memo.deepspeed.sequence.split cut batches that have them"
+                )
             if positions is not None and positions.dim() != 2:
                 raise MemoError(
                     f"{FIELD} {self.ranks.size}: position_ids have the shape {tuple(positions.shape)}; expected (rows, tokens), "
@@ -175,11 +183,8 @@ class Decoder:
         if torch.is_grad_enabled():
             self._await_backward(parts)
         callers = contiguous(even(length, self.ranks.size) if self.takes_whole else [one.length for one in said])
-        if "position_ids" in self._signature.parameters and positions is None:
-            first = 0 if self.takes_whole else callers[self.ranks.number][0][0] if callers[self.ranks.number] else 0
-            positions = torch.arange(first, first + length, device=tokens.device)[None]
-        if positions is not None and "position_ids" in self._signature.parameters:
-            given["position_ids"] = positions
+        if "position_ids" in self._signature.parameters:
+            given["position_ids"] = torch.arange(length, device=tokens.device)[None] if positions is None else positions
         if self.takes_whole:
             given = {name: _own(value, rows, length, parts) for name, value in given.items()}
         elif callers != parts.all_pieces:
