@@ -166,8 +166,8 @@ class Decoder:
         else:
             if positions is None and self._takes_positions:
                 raise MemoError(
-                    f"{FIELD} {self.ranks.size}: the model was called without position_ids. A rank must be given its part of each "
-                    "sequence, not a batch of its own, and position_ids say so. Let UlyssesSPDataLoaderAdapter or "
+                    f"{FIELD} {self.ranks.size}: the model was called without position_ids. Each rank must be given its part of "
+                    "each sequence, not a batch of its own, and position_ids say so. Let UlyssesSPDataLoaderAdapter or "
                     "ds_memo.deepspeed.sequence.split cut batches that have them"
                 )
             if positions is not None and positions.dim() != 2:
