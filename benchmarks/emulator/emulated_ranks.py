@@ -2,10 +2,15 @@
 
 Collectives move no values. They take their time on a stream of their own, behind what the current stream has and before what
 waits for them, as NCCL's do. So this one rank of N has the pieces, gathers, buckets and groups that it would have among N.
+
+Ranks are numbered node by node. Sends have a stream, and receives another: a link carries both directions at once.
 """
 
 from __future__ import annotations
 
+import collections
+import math
+from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,19 +23,28 @@ from ds_memo.distributed import agree
 
 NAME = "alike"
 _ONE_WAY, _THERE_AND_BACK = 1, 2
+sent: collections.Counter[tuple[str, str]] = collections.Counter()
+"""Bytes of the device that this rank has sent, by kind ("all-to-all", "P2P", "collective") and way ("inside a node", "between
+nodes"). A collective of ranks of several nodes goes between nodes."""
 
 
 class Alike(dist.ProcessGroup):
-    """One of `size` ranks that all do the same.
+    """One of some ranks that all do the same.
 
     Args:
-        clock: on which collectives take their time, by the bus bandwidth that the machine has among so many ranks.
+        rank: this one's number among them.
+        ranks: their numbers in the run.
+        clock: on which collectives take their time, by the bandwidth that the machine has among these ranks.
     """
 
-    def __init__(self, rank: int, size: int, name: str, clock: Clock) -> None:
-        super().__init__(rank, size)
-        self._rank, self._size, self._name, self._clock = rank, size, name, clock
-        self._stream = torch.cuda.Stream()
+    def __init__(self, rank: int, ranks: Sequence[int], name: str, clock: Clock) -> None:
+        super().__init__(rank, len(ranks))
+        self._rank, self._size, self._name, self._clock = rank, len(ranks), name, clock
+        self._stream, self._receiving = torch.cuda.Stream(), torch.cuda.Stream()
+        per_node = int(clock.machine.gpus_per_node)
+        self._is_near = [of // per_node == ranks[rank] // per_node for of in ranks]
+        apart = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+        self._bytes_per_s = clock.machine.bandwidth(len(ranks), apart)
 
     _device_types = (torch.device("cpu"), torch.device("cuda"))
 
@@ -97,11 +111,24 @@ class Alike(dist.ProcessGroup):
     def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         return self._takes(inputs)
 
-    def alltoall_base(self, output: torch.Tensor, mine: torch.Tensor, *_: Any) -> dist.Work:
-        return self._takes(mine)
+    def alltoall_base(
+        self, output: torch.Tensor, mine: torch.Tensor, come: Sequence[int] = (), go: Sequence[int] = (), *_: Any
+    ) -> dist.Work:
+        come, go = come or [len(output) // self._size] * self._size, go or [len(mine) // self._size] * self._size
+        for piece in output.split(list(come)):
+            _tell(piece, mine.split(list(go))[self._rank])
+        return self._trade(output.split(list(come)), mine.split(list(go)), (output, mine))
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
-        return self._takes(inputs)
+        return self._trade(outputs, inputs, (outputs, inputs))
+
+    def send(self, tensors: list[torch.Tensor], to: int, tag: int = 0) -> dist.Work:
+        nbytes = _on_device(tensors)
+        sent["P2P", self._way(to)] += nbytes
+        return self._spend(nbytes / self._link(to), tensors, self._stream)
+
+    def recv(self, tensors: list[torch.Tensor], source: int, tag: int = 0) -> dist.Work:
+        return self._spend(_on_device(tensors) / self._link(source), tensors, self._receiving)
 
     # as torch 2.15 calls them
     all_gather_single, all_gather_single_coalesced = _allgather_base, allgather_into_tensor_coalesced
@@ -117,12 +144,40 @@ class Alike(dist.ProcessGroup):
         return self._takes([])
 
     def _takes(self, moved: Any, ways: int = _ONE_WAY) -> dist.Work:
-        nbytes = sum(x.nbytes for x in tree_leaves(moved) if x.is_cuda)
-        seconds = ways * nbytes * (self._size - 1) / self._size / self._clock.machine.bandwidth(self._size)
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
+        nbytes = ways * _on_device(moved) * (self._size - 1) / self._size
+        sent["collective", "inside a node" if all(self._is_near) else "between nodes"] += math.ceil(nbytes)
+        return self._spend(nbytes / self._bytes_per_s, moved, self._stream)
+
+    def _trade(self, come: Iterable[torch.Tensor], go: Iterable[torch.Tensor], moved: Any) -> dist.Work:
+        """Send each rank a piece of its own. Traffic in and between nodes overlaps, as do both directions; the slowest counts."""
+        seconds = 0.0
+        for pieces, counted in ((come, False), (go, True)):
+            by_way = collections.Counter[bool]()
+            for other, piece in enumerate(pieces):
+                if other != self._rank:
+                    by_way[self._is_near[other]] += _on_device(piece)
+                    sent["all-to-all", self._way(other)] += counted * _on_device(piece)
+            machine = self._clock.machine
+            seconds = max(seconds, by_way[True] / machine.intra_node, by_way[False] / machine.inter_node)
+        return self._spend(seconds, moved, self._stream)
+
+    def _way(self, other: int) -> str:
+        return "inside a node" if self._is_near[other] else "between nodes"
+
+    def _link(self, other: int) -> float:
+        """Return the bytes a second to or from another rank."""
+        return self._clock.machine.intra_node if self._is_near[other] else self._clock.machine.inter_node
+
+    def _spend(self, seconds: float, moved: Any, stream: torch.cuda.Stream) -> dist.Work:
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
             self._clock.spend(seconds)
-        return _UnderWay(self._stream.record_event(), moved)
+        return _UnderWay(stream.record_event(), moved)
+
+
+def _on_device(tensors: Any) -> int:
+    """Return the bytes of those tensors that are on the device."""
+    return sum(x.nbytes for x in tree_leaves(tensors) if x.is_cuda)
 
 
 def _tell(piece: torch.Tensor, mine: torch.Tensor) -> None:
@@ -152,13 +207,14 @@ class _UnderWay(dist.Work):
         return future
 
 
-def among(ranks: int, clock: Clock) -> None:
-    """Make this process rank 0 of so many."""
+def among(ranks: int, clock: Clock, rank: int = 0) -> None:
+    """Make this process one of so many ranks."""
 
     def make(options: Any, _: Any) -> Alike:
-        return Alike(options.group_rank, options.group_size, options.group_id, clock)
+        ranks = options.global_ranks_in_group or range(options.group_size)
+        return Alike(options.group_rank, ranks, options.group_id, clock)
 
     dist.Backend.register_backend(NAME, make, extended_api=True, devices=["cpu", "cuda"])
-    dist.init_process_group(NAME, store=dist.HashStore(), rank=0, world_size=ranks)
+    dist.init_process_group(NAME, store=dist.HashStore(), rank=rank, world_size=ranks)
     agree.meet = lambda mine, ranks, *_: [mine] * len(ranks)  # who would answer has the same to say
     agree.words = lambda mine, *_: [mine] * ranks
