@@ -69,7 +69,10 @@ def rehearse(clock: Clock, ranks: int, rank: int, rows: list[dict[str, Any]], sc
         rows: a row for each of these steps is added.
     """
     import deepspeed
+    from deepspeed.runtime.zero import partitioned_param_coordinator
 
+    if rank:  # a broadcast from rank 0 on the device brings nothing
+        partitioned_param_coordinator.assert_ints_same_as_other_ranks = lambda ints: None
     among(ranks, clock, rank)
     sequence.split = _split
     sequence.refuse_inexact = lambda model, forward: None  # it compares values, and there are none
@@ -101,9 +104,9 @@ def _split(batches: Iterable[dict[str, Any]], device: Any) -> Iterator[dict[str,
     """ds_memo.deepspeed.sequence.split without an exchange of lengths: all ranks have this rank's."""
     from deepspeed.runtime.sequence_parallel import parallel_state_sp
 
-    ranks = parallel_state_sp.get_sequence_parallel_world_size()
+    ranks, rank = parallel_state_sp.get_sequence_parallel_world_size(), parallel_state_sp.get_sequence_parallel_rank()
     for batch in batches:
-        part = {name: x[:, : x.shape[1] // ranks].to(device) if torch.is_tensor(x) else x for name, x in batch.items()}
+        part = {name: x.chunk(ranks, 1)[rank].to(device) if torch.is_tensor(x) else x for name, x in batch.items()}
         yield from itertools.repeat(part, ranks)
 
 

@@ -1,0 +1,123 @@
+"""Four layers whose ranks share each sequence: memory, bytes sent, what waits, and keys and values around the ring.
+
+    python -m benchmarks.rehearsal --ranks 16 --rank 5 --device-gib 80 benchmarks/emulator/scripts/sequence.py llama8b 1M 16
+
+This is one of 16 ranks of two nodes that do all the same. Arguments: llama8b or qwen3next (with dense MLPs), the tokens of a
+sequence, the ranks that share it, and the "memo" section's JSON. A unit is the tokens of a part · hidden size · 2 bytes. Memory
+is what layers add at their peak. Weights that ZeRO-3 gathers are part of it: the difference between two lengths is without them.
+"""
+
+import collections
+import itertools
+import json
+import sys
+import weakref
+
+import deepspeed
+import torch
+import torch.nn.functional as F
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3NextConfig, Qwen3NextForCausalLM
+
+import ds_memo
+from benchmarks import emulated_ranks
+from benchmarks.emulated_calls import SYNCHRONIZING, Calls
+from ds_memo.cli.arguments import tokens
+from ds_memo.deepspeed import sequence
+from ds_memo.units import GIB
+
+STEPS, LAYERS = 5, 4
+LLAMA = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
+DENSE = {"intermediate_size": 5120, "mlp_only_layers": list(range(LAYERS))}
+
+
+class InLayers:
+    """The step's part between the embedding and the last norm, forward and backward."""
+
+    def __init__(self, decoder):
+        self.calls, self.counts, self.held, self.peak = Calls(), collections.Counter(), collections.Counter(), 0
+        self.hooks = [
+            decoder.embed_tokens.register_forward_hook(self.embedded),
+            decoder.norm.register_forward_pre_hook(self.before_norm),
+        ]
+
+    def embedded(self, module, args, out):
+        out.register_hook(lambda gradient: self.leave())
+        self.enter()
+
+    def before_norm(self, module, args):
+        self.leave()
+        args[0].register_hook(lambda gradient: self.enter())
+
+    def enter(self):
+        torch.cuda.reset_peak_memory_stats()
+        self.calls.__enter__()
+
+    def leave(self):
+        self.calls.__exit__()
+        self.peak = max(self.peak, torch.cuda.max_memory_allocated())
+
+
+class Received:
+    """Bytes of the tensors that came from one rank alone and are alive, by dtype."""
+
+    def __init__(self):
+        self.alive, self.most, self.pair = collections.Counter(), collections.Counter(), {}
+        receive = emulated_ranks.Alike.recv
+
+        def recv(group, tensors, *args):
+            for x in tensors:
+                self.alive[x.dtype] += x.nbytes
+                self.most[x.dtype], self.pair[x.dtype] = max(self.most[x.dtype], self.alive[x.dtype]), 2 * x.nbytes
+                weakref.finalize(x.untyped_storage(), self.alive.subtract, {x.dtype: x.nbytes}).atexit = False
+            return receive(group, tensors, *args)
+
+        emulated_ranks.Alike.recv = recv
+
+
+name, words, ranks, *memo = sys.argv[1:]
+length, ranks = tokens(words), int(ranks)
+config = {
+    "train_micro_batch_size_per_gpu": 1,
+    "bf16": {"enabled": True},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-5, "torch_adam": True}},
+    "zero_optimization": {"stage": 3},
+    "sequence_parallel_size": ranks,
+    "memo": {"enabled": True, "plan": {"enabled": False}} | json.loads(memo[0] if memo else "{}"),
+}
+shape = {"num_hidden_layers": LAYERS, "max_position_embeddings": length, "dtype": "bfloat16"}
+deepspeed.init_distributed()
+with deepspeed.zero.Init(config_dict_or_path=config), torch.device("cuda"):
+    if name == "llama8b":
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=128256, **LLAMA, **shape))
+    else:
+        model = Qwen3NextForCausalLM(Qwen3NextConfig(**DENSE, **shape))
+engine, *_ = ds_memo.initialize(model=model, model_parameters=model.parameters(), config=config)
+received = Received()
+whole = {"input_ids": torch.zeros(1, length, dtype=torch.long), "position_ids": torch.arange(length)[None]}
+parts = sequence.split(itertools.repeat(whole | {"labels": whole["input_ids"]}), engine.device)
+for part in itertools.islice(parts, STEPS):
+    labels = part["labels"]
+    before = torch.cuda.memory_allocated()
+    emulated_ranks.sent.clear()
+    layers = InLayers(model.model)
+    logits = engine(**{key: x for key, x in part.items() if key != "labels"}, use_cache=False).logits
+    loss = F.cross_entropy(logits.float().flatten(0, -2), labels.flatten())
+    engine.backward(sequence.mean_over_ranks(loss, labels, engine))
+    sent = dict(emulated_ranks.sent)
+    for hook in layers.hooks:
+        hook.remove()
+    engine.step()
+
+unit, report = labels.numel() * model.config.hidden_size * 2, ds_memo.report(engine)
+print(f"{name}, {length:,} tokens on {ranks} ranks; unit {unit / GIB:.4f} GiB; alpha {report['alpha']}, tiles {report['tiles']}")
+print(f"layers add {(layers.peak - before) / GIB:.3f} GiB at their peak, {(layers.peak - before) / unit:.3f} units")
+print(f"stalls by copies: {report['stall_s']} s; warnings: {report['warnings']}")
+for (kind, way), nbytes in sorted(sent.items()):
+    print(f"sent in forward and backward, {kind} {way}: {nbytes / GIB:.3f} GiB, {nbytes / unit / LAYERS:.3f} units a layer")
+for dtype, most in received.most.items():
+    print(f"received from one rank and alive, {dtype}: {most / GIB:.3f} GiB, {most / received.pair[dtype]:.2f} pairs of k, v")
+for (call, who, where), count in sorted(layers.calls.counts.items()):
+    if call in SYNCHRONIZING:
+        print(f"in layers: {count:5d} {call} by {who}, {where}")
+for (who, where), seconds in layers.calls.held.most_common(12):
+    print(f"in layers, compute waits {1e3 * seconds:9.3f} ms: {who}, {where}")
