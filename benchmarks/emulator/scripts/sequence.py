@@ -2,9 +2,10 @@
 
     python -m benchmarks.rehearsal --ranks 16 --rank 5 --device-gib 80 benchmarks/emulator/scripts/sequence.py llama8b 1M 16
 
-This is one of 16 ranks of two nodes that do all the same. Arguments: llama8b or qwen3next (with dense MLPs), the tokens of a
-sequence, the ranks that share it, and the "memo" section's JSON. A unit is the tokens of a part · hidden size · 2 bytes. Memory
-is what layers add at their peak. Weights that ZeRO-3 gathers are part of it: the difference between two lengths is without them.
+This is one of 16 ranks of two nodes that do all the same. Arguments: llama8b or qwen3next, the tokens of a sequence, the ranks
+that share it, and the "memo" section's JSON. Qwen3-Next has dense MLPs, and for flash-linear-attention's gated delta rule an op
+that has its bytes, but takes no time for its FLOPs. A unit is the tokens of a part · hidden size · 2 bytes. Memory is what
+layers add at their peak. Weights that ZeRO-3 gathers are part of it: the difference between two lengths is without them.
 """
 
 import collections
@@ -17,6 +18,7 @@ import deepspeed
 import torch
 import torch.nn.functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3NextConfig, Qwen3NextForCausalLM
+from transformers.models.qwen3_next import modeling_qwen3_next
 
 import ds_memo
 from benchmarks import emulated_ranks
@@ -28,6 +30,57 @@ from ds_memo.units import GIB
 STEPS, LAYERS = 5, 4
 LLAMA = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
 DENSE = {"intermediate_size": 5120, "mlp_only_layers": list(range(LAYERS))}
+
+
+CHUNK = 64
+delta_rule = torch.library.Library("emulated", "DEF")
+delta_rule.define("delta_rule(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta) -> (Tensor, Tensor)")
+delta_rule.define("delta_rule_backward(Tensor do, Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor A) -> Tensor[]")
+
+
+def transient(k, v):
+    """Return what both passes make: w, u, new values, and the state at each chunk's start."""
+    rows, length, heads, size = v.shape
+    keys, states = (rows, length, heads, k.shape[3]), (rows, -(-length // CHUNK), heads, k.shape[3], size)
+    return v.new_empty(keys), torch.empty_like(v), torch.empty_like(v), v.new_empty(states)
+
+
+def forward(q, k, v, g, beta):
+    made = transient(k, v)
+    del made
+    return torch.empty_like(v), v.new_empty(*v.shape[:3], CHUNK)
+
+
+def backward(do, q, k, v, g, beta, A):
+    made, of_states = transient(k, v), transient(k, v)[3]
+    of_keys = [torch.empty_like(made[0]) for _ in range(2)]  # a key head's gradient is the sum over its value heads
+    del made, of_states
+    return [
+        *(x.unflatten(2, (like.shape[2], -1)).sum(3) for x, like in zip(of_keys, (q, k), strict=True)),
+        *map(torch.empty_like, (v, g, beta)),
+    ]
+
+
+class DeltaRule(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, *given):
+        out, inverse = torch.ops.emulated.delta_rule(*given)
+        ctx.save_for_backward(*given, inverse)
+        return out
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return tuple(torch.ops.emulated.delta_rule_backward(gradient.contiguous(), *ctx.saved_tensors))
+
+
+def torch_chunk_gated_delta_rule(query, key, value, g, beta, **others):
+    return DeltaRule.apply(query, key, value, g, beta), None
+
+
+delta_rule.impl("delta_rule", forward, "CUDA")
+delta_rule.impl("delta_rule_backward", backward, "CUDA")
+modeling_qwen3_next.torch_chunk_gated_delta_rule = torch_chunk_gated_delta_rule
+torch.backends.cudnn.enabled = False  # it wants a driver
 
 
 class InLayers:
@@ -86,7 +139,7 @@ config = {
 }
 shape = {"num_hidden_layers": LAYERS, "max_position_embeddings": length, "dtype": "bfloat16"}
 deepspeed.init_distributed()
-with deepspeed.zero.Init(config_dict_or_path=config), torch.device("cuda"):
+with torch.device("cuda"):
     if name == "llama8b":
         model = LlamaForCausalLM(LlamaConfig(vocab_size=128256, **LLAMA, **shape))
     else:
