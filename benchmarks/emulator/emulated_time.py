@@ -150,8 +150,8 @@ def _lengths(borders: torch.Tensor) -> list[int]:
 def _pairs(queries: int, keys: int, left: int, right: int) -> int:
     """Return how many pairs flash attention computes; the last query stands at the last key. -1: no limit."""
     at = np.arange(queries) + keys - queries
-    first = np.maximum(at - left, 0) if left >= 0 else 0
-    last = np.minimum(at + right, keys - 1) if right >= 0 else keys - 1
+    first = np.maximum(at - left, 0) if left >= 0 else np.zeros_like(at)
+    last = np.minimum(at + right, keys - 1) if right >= 0 else np.full_like(at, keys - 1)
     return int(np.maximum(last - first + 1, 0).sum())
 
 

@@ -64,7 +64,7 @@ def exchanges(clock: Clock) -> dict[str, Any]:
 
     q, k = (torch.empty(TOKENS, heads, 128, device="cuda", dtype=torch.bfloat16) for heads in (HEADS, 8))
     borders = torch.tensor(PACKED, device="cuda", dtype=torch.int32)
-    for name, left, causal in (("packed", None, True), ("window", 127, False)):
+    for name, left, causal in (("packed", None, True), ("window", 127, False), ("without limits", None, False)):
         sides = {"window_size_left": left, "window_size_right": None if left is None else 0}
         how = (borders, borders, TOKENS, TOKENS, 0.0, causal)
         out, lse, *states = time(name, lambda how=how, sides=sides: aten._flash_attention_forward(q, k, k, *how, False, **sides))

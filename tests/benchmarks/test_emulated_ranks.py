@@ -56,7 +56,8 @@ def test_exchanges_of_two_nodes(capfd: pytest.CaptureFixture[str]) -> None:
     documents = [BORDER, TOKENS - BORDER]
     packed = sum(n * (n + 1) // 2 for n in documents)
     window = sum(128 * n - 128 * 127 // 2 for n in documents)
-    for name, pairs in (("packed", packed), ("window", window)):
+    whole = sum(n * n for n in documents)
+    for name, pairs in (("packed", packed), ("window", window), ("without limits", whole)):
         forward, backward = machine.attention_forward_efficiency, machine.attention_backward_efficiency
         assert took(name) == pytest.approx(flops_s(pairs, forward), rel=0.03)
         assert took(f"{name}, backward") == pytest.approx(2.5 * flops_s(pairs, backward), rel=0.05)
