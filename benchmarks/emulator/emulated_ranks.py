@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import collections
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +26,10 @@ _ONE_WAY, _THERE_AND_BACK = 1, 2
 sent: collections.Counter[tuple[str, str]] = collections.Counter()
 """Bytes of the device that this rank has sent, by kind ("all-to-all", "P2P", "collective") and way ("inside a node", "between
 nodes"). A collective of ranks of several nodes goes between nodes."""
+
+
+listeners: list[Callable[[int, list[torch.Tensor], list[torch.Tensor]], None]] = []
+"""Called with each exchange: its stream, and tensors of the device that it reads and writes."""
 
 
 class Alike(dist.ProcessGroup):
@@ -71,45 +75,45 @@ class Alike(dist.ProcessGroup):
     # ---- what each rank has is what this one has
 
     def allreduce(self, tensors: Any, opts: Any = None) -> dist.Work:
-        return self._takes(tensors, _THERE_AND_BACK)
+        return self._takes(tensors, tensors, _THERE_AND_BACK)
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> dist.Work:
-        return self._takes(tensors, _THERE_AND_BACK)
+        return self._takes(tensors, tensors, _THERE_AND_BACK)
 
     def reduce(self, tensors: Any, opts: Any = None) -> dist.Work:
-        return self._takes(tensors)
+        return self._takes(tensors, tensors)
 
     def broadcast(self, tensors: Any, opts: Any = None) -> dist.Work:
-        return self._takes(tensors)
+        return self._takes(tensors, tensors)
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         for output, mine in zip(outputs, inputs, strict=True):
             for piece in output:
                 _tell(piece, mine)
-        return self._takes(outputs)
+        return self._takes(inputs, outputs)
 
     def _allgather_base(self, output: torch.Tensor, mine: torch.Tensor, opts: Any = None) -> dist.Work:
         for piece in output.view(self._size, -1):
             _tell(piece, mine.view(-1))
-        return self._takes(output)
+        return self._takes(mine, output)
 
     def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
-        return self._takes(outputs)
+        return self._takes(inputs, outputs)
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
-        return self._takes(outputs)
+        return self._takes(inputs, outputs)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
-        return self._takes(inputs)
+        return self._takes(inputs, outputs)
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
-        return self._takes(inputs)
+        return self._takes(inputs, outputs)
 
     def _reduce_scatter_base(self, output: torch.Tensor, mine: torch.Tensor, opts: Any = None) -> dist.Work:
-        return self._takes(mine)
+        return self._takes(mine, output)
 
     def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
-        return self._takes(inputs)
+        return self._takes(inputs, outputs)
 
     def alltoall_base(
         self, output: torch.Tensor, mine: torch.Tensor, come: Sequence[int] = (), go: Sequence[int] = (), *_: Any
@@ -117,18 +121,18 @@ class Alike(dist.ProcessGroup):
         come, go = come or [len(output) // self._size] * self._size, go or [len(mine) // self._size] * self._size
         for piece in output.split(list(come)):
             _tell(piece, mine.split(list(go))[self._rank])
-        return self._trade(output.split(list(come)), mine.split(list(go)), (output, mine))
+        return self._trade(mine.split(list(go)), output.split(list(come)))
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
-        return self._trade(outputs, inputs, (outputs, inputs))
+        return self._trade(inputs, outputs)
 
     def send(self, tensors: list[torch.Tensor], to: int, tag: int = 0) -> dist.Work:
         nbytes = _on_device(tensors)
         sent["P2P", self._way(to)] += nbytes
-        return self._spend(nbytes / self._link(to), tensors, self._stream)
+        return self._spend(nbytes / self._link(to), tensors, (), self._stream)
 
     def recv(self, tensors: list[torch.Tensor], source: int, tag: int = 0) -> dist.Work:
-        return self._spend(_on_device(tensors) / self._link(source), tensors, self._receiving)
+        return self._spend(_on_device(tensors) / self._link(source), (), tensors, self._receiving)
 
     # as torch 2.15 calls them
     all_gather_single, all_gather_single_coalesced = _allgather_base, allgather_into_tensor_coalesced
@@ -136,22 +140,22 @@ class Alike(dist.ProcessGroup):
     all_to_all_single = alltoall_base
 
     def barrier(self, opts: Any = None) -> dist.Work:
-        return self._takes([])
+        return self._takes([], [])
 
     def _start_coalescing(self, device: torch.device) -> None: ...
 
     def _end_coalescing(self, device: torch.device) -> dist.Work:
-        return self._takes([])
+        return self._takes([], [])
 
-    def _takes(self, moved: Any, ways: int = _ONE_WAY) -> dist.Work:
-        nbytes = ways * _on_device(moved) * (self._size - 1) / self._size
+    def _takes(self, read: Any, written: Any, ways: int = _ONE_WAY) -> dist.Work:
+        nbytes = ways * max(_on_device(read), _on_device(written)) * (self._size - 1) / self._size
         sent["collective", "inside a node" if all(self._is_near) else "between nodes"] += math.ceil(nbytes)
-        return self._spend(nbytes / self._bytes_per_s, moved, self._stream)
+        return self._spend(nbytes / self._bytes_per_s, read, written, self._stream)
 
-    def _trade(self, come: Iterable[torch.Tensor], go: Iterable[torch.Tensor], moved: Any) -> dist.Work:
+    def _trade(self, go: Sequence[torch.Tensor], come: Sequence[torch.Tensor]) -> dist.Work:
         """Send each rank a piece of its own. Traffic in and between nodes overlaps, as do both directions; the slowest counts."""
         seconds = 0.0
-        for pieces, counted in ((come, False), (go, True)):
+        for pieces, counted in ((go, True), (come, False)):
             by_way = collections.Counter[bool]()
             for other, piece in enumerate(pieces):
                 if other != self._rank:
@@ -159,7 +163,7 @@ class Alike(dist.ProcessGroup):
                     sent["all-to-all", self._way(other)] += counted * _on_device(piece)
             machine = self._clock.machine
             seconds = max(seconds, by_way[True] / machine.intra_node, by_way[False] / machine.inter_node)
-        return self._spend(seconds, moved, self._stream)
+        return self._spend(seconds, go, come, self._stream)
 
     def _way(self, other: int) -> str:
         return "inside a node" if self._is_near[other] else "between nodes"
@@ -168,11 +172,13 @@ class Alike(dist.ProcessGroup):
         """Return the bytes a second to or from another rank."""
         return self._clock.machine.intra_node if self._is_near[other] else self._clock.machine.inter_node
 
-    def _spend(self, seconds: float, moved: Any, stream: torch.cuda.Stream) -> dist.Work:
+    def _spend(self, seconds: float, read: Any, written: Any, stream: torch.cuda.Stream) -> dist.Work:
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             self._clock.spend(seconds)
-        return _UnderWay(stream.record_event(), moved)
+        for listen in listeners:
+            listen(stream.cuda_stream, *([x for x in tree_leaves(tensors) if x.is_cuda] for tensors in (read, written)))
+        return _UnderWay(stream.record_event(), (read, written))
 
 
 def _on_device(tensors: Any) -> int:
@@ -203,7 +209,7 @@ class _UnderWay(dist.Work):
 
     def get_future(self) -> torch.futures.Future:
         future = torch.futures.Future()
-        future.set_result(tree_leaves(self._moved))
+        future.set_result(tree_leaves(self._moved and self._moved[1]))
         return future
 
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import emulated_ranks
+from benchmarks.emulated_order import Unordered
 from benchmarks.emulated_process import run_emulated, without_values
 from benchmarks.emulated_time import Clock, keeping_time
 from ds_memo.estimate import hardware
@@ -58,6 +59,12 @@ def exchanges(clock: Clock) -> dict[str, Any]:
     four = dist.new_group(list(range(4)), timeout=timedelta(minutes=5))
     time("timeout", lambda: dist.all_reduce(x, group=four))
 
+    for name, waits in (("ordered", True), ("races", False)):
+        with Unordered() as unordered:
+            _around(in_eights.ring_group, x, waits=waits)
+            x.zero_()
+        found[name] = list(unordered.races)
+
     host = torch.arange(2 * RANKS).view(RANKS, 2)
     dist.all_to_all_single(come := torch.empty_like(host), host)
     found["host"] = come.tolist()
@@ -77,7 +84,7 @@ def exchanges(clock: Clock) -> dict[str, Any]:
     return found
 
 
-def _around(group: dist.ProcessGroup, x: torch.Tensor, meanwhile: Callable[[], Any] = lambda: None) -> None:
+def _around(group: dist.ProcessGroup, x: torch.Tensor, meanwhile: Callable[[], Any] = lambda: None, waits: bool = True) -> None:
     """Send to the next rank of a ring, and wait for what comes from the one before."""
     ranks, number = dist.get_world_size(group), dist.get_rank(group)
     onward, back = (dist.get_global_rank(group, (number + step) % ranks) for step in (1, -1))
@@ -85,7 +92,8 @@ def _around(group: dist.ProcessGroup, x: torch.Tensor, meanwhile: Callable[[], A
     works = dist.batch_isend_irecv(ops)
     meanwhile()
     for work in works:
-        work.wait()
+        if waits:
+            work.wait()
 
 
 def main(*emulated: str) -> int:

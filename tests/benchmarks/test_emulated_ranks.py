@@ -50,6 +50,9 @@ def test_exchanges_of_two_nodes(capfd: pytest.CaptureFixture[str]) -> None:
     assert took("product, ring of nodes") == pytest.approx(max(took("product"), took("ring of nodes")), rel=0.02)
     assert found["host"] == [[2 * RANK, 2 * RANK + 1]] * RANKS
 
+    assert found["ordered"] == []
+    assert any("write" in race and "exchange" in race for race in found["races"])
+
     def flops_s(pairs: int, efficiency: float) -> float:
         return 4.0 * pairs * HEADS * 128 / (machine.peak * efficiency)
 

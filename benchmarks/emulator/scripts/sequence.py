@@ -2,10 +2,11 @@
 
     python -m benchmarks.rehearsal --ranks 16 --rank 5 --device-gib 80 benchmarks/emulator/scripts/sequence.py llama8b 1M 16
 
-This is one of 16 ranks of two nodes that do all the same. Arguments: llama8b or qwen3next, the tokens of a sequence, the ranks
-that share it, and the "memo" section's JSON. Qwen3-Next has dense MLPs, and for flash-linear-attention's gated delta rule an op
-that has its bytes, but takes no time for its FLOPs. A unit is the tokens of a part · hidden size · 2 bytes. Memory is what
-layers add at their peak. Weights that ZeRO-3 gathers are part of it: the difference between two lengths is without them.
+This is one of 16 ranks of two nodes that do all the same. Arguments: llama8b or qwen3next, the tokens of a sequence, the
+ranks that share it, the "memo" section's JSON, and "order" to look for accesses that nothing orders instead. Qwen3-Next has
+dense MLPs, and for flash-linear-attention's gated delta rule an op that has its bytes, but takes no time for its FLOPs. A
+unit is the tokens of a part · hidden size · 2 bytes. Memory is what layers add at their peak. Weights that ZeRO-3 gathers are
+part of it: the difference between two lengths is without them.
 """
 
 import collections
@@ -23,6 +24,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 import ds_memo
 from benchmarks import emulated_ranks
 from benchmarks.emulated_calls import SYNCHRONIZING, Calls
+from benchmarks.emulated_order import Unordered
 from ds_memo.cli.arguments import tokens
 from ds_memo.deepspeed import sequence
 from ds_memo.units import GIB
@@ -87,11 +89,9 @@ class InLayers:
     """The step's part between the embedding and the last norm, forward and backward."""
 
     def __init__(self, decoder):
-        self.calls, self.counts, self.held, self.peak = Calls(), collections.Counter(), collections.Counter(), 0
-        self.hooks = [
-            decoder.embed_tokens.register_forward_hook(self.embedded),
-            decoder.norm.register_forward_pre_hook(self.before_norm),
-        ]
+        self.calls, self.peak = Calls(), 0
+        decoder.embed_tokens.register_forward_hook(self.embedded)
+        decoder.norm.register_forward_pre_hook(self.before_norm)
 
     def embedded(self, module, args, out):
         out.register_hook(lambda gradient: self.leave())
@@ -127,7 +127,13 @@ class Received:
         emulated_ranks.Alike.recv = recv
 
 
-name, words, ranks, *memo = sys.argv[1:]
+def train(part):
+    logits = engine(**{key: x for key, x in part.items() if key != "labels"}, use_cache=False).logits
+    loss = F.cross_entropy(logits.float().flatten(0, -2), part["labels"].flatten())
+    engine.backward(sequence.mean_over_ranks(loss, part["labels"], engine))
+
+
+name, words, ranks, *memo = (word for word in sys.argv[1:] if word != "order")
 length, ranks = tokens(words), int(ranks)
 config = {
     "train_micro_batch_size_per_gpu": 1,
@@ -148,20 +154,20 @@ engine, *_ = ds_memo.initialize(model=model, model_parameters=model.parameters()
 received = Received()
 whole = {"input_ids": torch.zeros(1, length, dtype=torch.long), "position_ids": torch.arange(length)[None]}
 parts = sequence.split(itertools.repeat(whole | {"labels": whole["input_ids"]}), engine.device)
-for part in itertools.islice(parts, STEPS):
-    labels = part["labels"]
-    before = torch.cuda.memory_allocated()
-    emulated_ranks.sent.clear()
-    layers = InLayers(model.model)
-    logits = engine(**{key: x for key, x in part.items() if key != "labels"}, use_cache=False).logits
-    loss = F.cross_entropy(logits.float().flatten(0, -2), labels.flatten())
-    engine.backward(sequence.mean_over_ranks(loss, labels, engine))
-    sent = dict(emulated_ranks.sent)
-    for hook in layers.hooks:
-        hook.remove()
+for part in itertools.islice(parts, STEPS - 1):
+    train(part)
     engine.step()
-
-unit, report = labels.numel() * model.config.hidden_size * 2, ds_memo.report(engine)
+part, before = next(parts), torch.cuda.memory_allocated()
+if sys.argv[-1] == "order":
+    with Unordered() as found:
+        train(part)
+    print(f"{found.checked:,} pairs of accesses on two streams, {len(found.races)} that nothing orders", *found.races, sep="\n")
+    sys.exit()
+emulated_ranks.sent.clear()
+layers = InLayers(model.model)
+train(part)
+sent, report = dict(emulated_ranks.sent), ds_memo.report(engine)
+unit = part["labels"].numel() * model.config.hidden_size * 2
 print(f"{name}, {length:,} tokens on {ranks} ranks; unit {unit / GIB:.4f} GiB; alpha {report['alpha']}, tiles {report['tiles']}")
 print(f"layers add {(layers.peak - before) / GIB:.3f} GiB at their peak, {(layers.peak - before) / unit:.3f} units")
 print(f"stalls by copies: {report['stall_s']} s; warnings: {report['warnings']}")
