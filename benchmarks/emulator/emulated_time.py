@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 from torch.utils._pytree import tree_leaves
 
 from ds_memo.estimate import hardware, kernels
@@ -105,13 +106,21 @@ class Costs(SkipsCompiled):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         if func.namespace == "ds_memo":
-            with self:
-                return func.redispatch(_ON_DEVICE, *args, **kwargs)
+            return run_inside(self, func, args, kwargs)
         self.clock.begin_op()
         result = func(*args, **kwargs)
         if seconds := cost_s(func, args, kwargs, result, self.clock.machine):
             self.clock.spend(seconds)
         return result
+
+
+def run_inside(mode: TorchDispatchMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an op that came to a mode, so that the ops in it come to the mode, too."""
+    _push_mode(mode)
+    try:
+        return func.redispatch(_ON_DEVICE, *args, **kwargs)
+    finally:
+        _pop_mode()
 
 
 def cost_s(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, machine: hardware.Hardware) -> float:
