@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +29,9 @@ sent: collections.Counter[tuple[str, str]] = collections.Counter()
 nodes"). A collective of ranks of several nodes goes between nodes."""
 
 
+most_received: dict[torch.dtype, int] = {}
+"""Most bytes that were alive at once of what has come from one rank alone, by dtype."""
+_received: collections.Counter[torch.dtype] = collections.Counter()
 listeners: list[Callable[[int, list[torch.Tensor], list[torch.Tensor]], None]] = []
 """Called with each exchange: its stream, and tensors of the device that it reads and writes."""
 
@@ -132,6 +136,10 @@ class Alike(dist.ProcessGroup):
         return self._spend(nbytes / self._link(to), tensors, (), self._stream)
 
     def recv(self, tensors: list[torch.Tensor], source: int, tag: int = 0) -> dist.Work:
+        for x in tensors:
+            _received[x.dtype] += x.nbytes
+            most_received[x.dtype] = max(most_received.get(x.dtype, 0), _received[x.dtype])
+            weakref.finalize(x.untyped_storage(), _received.subtract, {x.dtype: x.nbytes}).atexit = False
         return self._spend(_on_device(tensors) / self._link(source), (), tensors, self._receiving)
 
     # as torch 2.15 calls them

@@ -10,13 +10,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from benchmarks import emulated_ranks
 from benchmarks.emulated_order import Unordered
 from benchmarks.emulated_process import run_emulated, without_values
 from benchmarks.emulated_time import Clock, keeping_time
 from ds_memo.estimate import hardware
+from ds_memo.sequence.attention import attend
 from ds_memo.sequence.exchange import blocks, gather, move, to_heads
+from ds_memo.sequence.masks import Mask
 from ds_memo.sequence.parts import Parts, contiguous, even
 from ds_memo.sequence.ranks import ranks_of
 
@@ -64,6 +67,12 @@ def exchanges(clock: Clock) -> dict[str, Any]:
             _around(in_eights.ring_group, x, waits=waits)
             x.zero_()
         found[name] = list(unordered.races)
+
+    q, k = (torch.empty(1, heads, TOKENS, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True) for heads in (HEADS, 8))
+    emulated_ranks.most_received.clear()
+    out = time("ring attention", lambda: attend(nn.Identity(), q, k, k, Mask(), Parts(in_rows, RANKS * TOKENS))[0])
+    time("ring attention, backward", lambda: out.backward(out, retain_graph=True))
+    found["received"] = {str(dtype): nbytes for dtype, nbytes in emulated_ranks.most_received.items()}
 
     host = torch.arange(2 * RANKS).view(RANKS, 2)
     dist.all_to_all_single(come := torch.empty_like(host), host)

@@ -56,6 +56,13 @@ def test_exchanges_of_two_nodes(capfd: pytest.CaptureFixture[str]) -> None:
     def flops_s(pairs: int, efficiency: float) -> float:
         return 4.0 * pairs * HEADS * 128 / (machine.peak * efficiency)
 
+    length, pair = RANKS * TOKENS, 2 * 2 * 4 * HEAD  # of keys and values: two ranks' tokens, 4 heads
+    seconds = flops_s(length * (length + 1) // 2 // RANKS, machine.attention_forward_efficiency)
+    assert took("ring attention") == pytest.approx(seconds, rel=0.02)
+    assert sent["ring attention"]["P2P inside a node"] == 7 * pair
+    assert sent["ring attention, backward"]["P2P inside a node"] == 7 * pair + 8 * 2 * pair  # gradients in fp32 come home
+    assert found["received"] == {"torch.bfloat16": 2 * pair, "torch.float32": 2 * 2 * pair}
+
     documents = [BORDER, TOKENS - BORDER]
     packed = sum(n * (n + 1) // 2 for n in documents)
     window = sum(128 * n - 128 * 127 // 2 for n in documents)

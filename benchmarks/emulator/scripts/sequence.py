@@ -9,11 +9,9 @@ unit is the tokens of a part · hidden size · 2 bytes. Memory is what layers ad
 part of it: the difference between two lengths is without them.
 """
 
-import collections
 import itertools
 import json
 import sys
-import weakref
 
 import deepspeed
 import torch
@@ -110,23 +108,6 @@ class InLayers:
         self.peak = max(self.peak, torch.cuda.max_memory_allocated())
 
 
-class Received:
-    """Bytes of the tensors that came from one rank alone and are alive, by dtype."""
-
-    def __init__(self):
-        self.alive, self.most, self.pair = collections.Counter(), collections.Counter(), {}
-        receive = emulated_ranks.Alike.recv
-
-        def recv(group, tensors, *args):
-            for x in tensors:
-                self.alive[x.dtype] += x.nbytes
-                self.most[x.dtype], self.pair[x.dtype] = max(self.most[x.dtype], self.alive[x.dtype]), 2 * x.nbytes
-                weakref.finalize(x.untyped_storage(), self.alive.subtract, {x.dtype: x.nbytes}).atexit = False
-            return receive(group, tensors, *args)
-
-        emulated_ranks.Alike.recv = recv
-
-
 def train(part):
     logits = engine(**{key: x for key, x in part.items() if key != "labels"}, use_cache=False).logits
     loss = F.cross_entropy(logits.float().flatten(0, -2), part["labels"].flatten())
@@ -151,7 +132,6 @@ with torch.device("cuda"):
     else:
         model = Qwen3NextForCausalLM(Qwen3NextConfig(**DENSE, **shape))
 engine, *_ = ds_memo.initialize(model=model, model_parameters=model.parameters(), config=config)
-received = Received()
 whole = {"input_ids": torch.zeros(1, length, dtype=torch.long), "position_ids": torch.arange(length)[None]}
 parts = sequence.split(itertools.repeat(whole | {"labels": whole["input_ids"]}), engine.device)
 for part in itertools.islice(parts, STEPS - 1):
@@ -164,6 +144,7 @@ if sys.argv[-1] == "order":
     print(f"{found.checked:,} pairs of accesses on two streams, {len(found.races)} that nothing orders", *found.races, sep="\n")
     sys.exit()
 emulated_ranks.sent.clear()
+emulated_ranks.most_received.clear()
 layers = InLayers(model.model)
 train(part)
 sent, report = dict(emulated_ranks.sent), ds_memo.report(engine)
@@ -173,8 +154,8 @@ print(f"layers add {(layers.peak - before) / GIB:.3f} GiB at their peak, {(layer
 print(f"stalls by copies: {report['stall_s']} s; warnings: {report['warnings']}")
 for (kind, way), nbytes in sorted(sent.items()):
     print(f"sent in forward and backward, {kind} {way}: {nbytes / GIB:.3f} GiB, {nbytes / unit / LAYERS:.3f} units a layer")
-for dtype, most in received.most.items():
-    print(f"received from one rank and alive, {dtype}: {most / GIB:.3f} GiB, {most / received.pair[dtype]:.2f} pairs of k, v")
+for dtype, most in emulated_ranks.most_received.items():
+    print(f"received from one rank and alive, {dtype}: {most / GIB:.3f} GiB, {most / unit:.3f} units")
 for (call, who, where), count in sorted(layers.calls.counts.items()):
     if call in SYNCHRONIZING:
         print(f"in layers: {count:5d} {call} by {who}, {where}")
