@@ -30,7 +30,7 @@ def test_exchanges_of_two_nodes(capfd: pytest.CaptureFixture[str]) -> None:
     found = json.loads(capfd.readouterr().out.splitlines()[-1])
     machine = hardware.load("h200")
     near, far = machine.intra_node, machine.inter_node
-    sent = {name: of[1] for name, of in found.items() if len(of) == 2 and isinstance(of[1], dict)}
+    sent = {name: of[1] for name, of in found.items() if isinstance(of, list) and len(of) == 2 and isinstance(of[1], dict)}
     assert sent["heads"] == {"all-to-all inside a node": 28 * HEAD}
     assert sent["uneven heads"] == {"all-to-all inside a node": 10 * HEAD}  # this rank keeps two of twelve
     assert sent["heads of all"] == {"all-to-all inside a node": 14 * HEAD, "all-to-all between nodes": 16 * HEAD}

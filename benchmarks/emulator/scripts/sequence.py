@@ -1,12 +1,12 @@
-"""Four layers whose ranks share each sequence: memory, bytes sent, what waits, and keys and values around the ring.
+"""Layers whose ranks share each sequence: memory, bytes sent, what waits, and keys and values around the ring.
 
     python -m benchmarks.rehearsal --ranks 16 --rank 5 --device-gib 80 benchmarks/emulator/scripts/sequence.py llama8b 1M 16
 
-This is one of 16 ranks of two nodes that do all the same. Arguments: llama8b or qwen3next, the tokens of a sequence, the
-ranks that share it, the "memo" section's JSON, and "order" to look for accesses that nothing orders instead. Qwen3-Next has
-dense MLPs, and for flash-linear-attention's gated delta rule an op that has its bytes, but takes no time for its FLOPs. A
-unit is the tokens of a part · hidden size · 2 bytes. Memory is what layers add at their peak. Weights that ZeRO-3 gathers are
-part of it: the difference between two lengths is without them.
+This is one of 16 ranks of two nodes that do all the same. Arguments: llama8b or qwen3next, of 4 layers or as many as
+llama8b:32 says, the tokens of a sequence, the ranks that share it, the "memo" section's JSON, and "order" to look for
+accesses that nothing orders instead. Qwen3-Next has dense MLPs, and for flash-linear-attention's gated delta rule an op that
+has its bytes, but takes no time for its FLOPs. A unit is the tokens of a part · hidden size · 2 bytes. Memory is what layers
+add at their peak. Weights that ZeRO-3 gathers are part of it: the difference between two lengths is without them.
 """
 
 import itertools
@@ -27,12 +27,8 @@ from ds_memo.cli.arguments import tokens
 from ds_memo.deepspeed import sequence
 from ds_memo.units import GIB
 
-STEPS, LAYERS = 5, 4
+STEPS, CHUNK = 5, 64
 LLAMA = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
-DENSE = {"intermediate_size": 5120, "mlp_only_layers": list(range(LAYERS))}
-
-
-CHUNK = 64
 delta_rule = torch.library.Library("emulated", "DEF")
 delta_rule.define("delta_rule(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta) -> (Tensor, Tensor)")
 delta_rule.define("delta_rule_backward(Tensor do, Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor A) -> Tensor[]")
@@ -115,7 +111,8 @@ def train(part):
 
 
 name, words, ranks, *memo = (word for word in sys.argv[1:] if word != "order")
-length, ranks = tokens(words), int(ranks)
+name, _, of_layers = name.partition(":")
+length, ranks, count = tokens(words), int(ranks), int(of_layers or 4)
 config = {
     "train_micro_batch_size_per_gpu": 1,
     "bf16": {"enabled": True},
@@ -124,13 +121,13 @@ config = {
     "sequence_parallel_size": ranks,
     "memo": {"enabled": True, "plan": {"enabled": False}} | json.loads(memo[0] if memo else "{}"),
 }
-shape = {"num_hidden_layers": LAYERS, "max_position_embeddings": length, "dtype": "bfloat16"}
+shape = {"num_hidden_layers": count, "max_position_embeddings": length, "dtype": "bfloat16"}
 deepspeed.init_distributed()
 with torch.device("cuda"):
     if name == "llama8b":
         model = LlamaForCausalLM(LlamaConfig(vocab_size=128256, **LLAMA, **shape))
     else:
-        model = Qwen3NextForCausalLM(Qwen3NextConfig(**DENSE, **shape))
+        model = Qwen3NextForCausalLM(Qwen3NextConfig(intermediate_size=5120, mlp_only_layers=list(range(count)), **shape))
 engine, *_ = ds_memo.initialize(model=model, model_parameters=model.parameters(), config=config)
 whole = {"input_ids": torch.zeros(1, length, dtype=torch.long), "position_ids": torch.arange(length)[None]}
 parts = sequence.split(itertools.repeat(whole | {"labels": whole["input_ids"]}), engine.device)
@@ -153,11 +150,11 @@ print(f"{name}, {length:,} tokens on {ranks} ranks; unit {unit / GIB:.4f} GiB; a
 print(f"layers add {(layers.peak - before) / GIB:.3f} GiB at their peak, {(layers.peak - before) / unit:.3f} units")
 print(f"stalls by copies: {report['stall_s']} s; warnings: {report['warnings']}")
 for (kind, way), nbytes in sorted(sent.items()):
-    print(f"sent in forward and backward, {kind} {way}: {nbytes / GIB:.3f} GiB, {nbytes / unit / LAYERS:.3f} units a layer")
+    print(f"sent in forward and backward, {kind} {way}: {nbytes / GIB:.3f} GiB, {nbytes / unit / count:.3f} units a layer")
 for dtype, most in emulated_ranks.most_received.items():
     print(f"received from one rank and alive, {dtype}: {most / GIB:.3f} GiB, {most / unit:.3f} units")
-for (call, who, where), count in sorted(layers.calls.counts.items()):
+for (call, who, where), times in sorted(layers.calls.counts.items()):
     if call in SYNCHRONIZING:
-        print(f"in layers: {count:5d} {call} by {who}, {where}")
+        print(f"in layers: {times:5d} {call} by {who}, {where}")
 for (who, where), seconds in layers.calls.held.most_common(12):
     print(f"in layers, compute waits {1e3 * seconds:9.3f} ms: {who}, {where}")
