@@ -9,6 +9,7 @@ has its bytes, but takes no time for its FLOPs. A unit is the tokens of a part Â
 add at their peak. Weights that ZeRO-3 gathers are part of it: the difference between two lengths is without them.
 """
 
+import collections
 import itertools
 import json
 import sys
@@ -83,7 +84,7 @@ class InLayers:
     """The step's part between the embedding and the last norm, forward and backward."""
 
     def __init__(self, decoder):
-        self.calls, self.peak = Calls(), 0
+        self.calls, self.peak, self.sent = Calls(), 0, collections.Counter()
         decoder.embed_tokens.register_forward_hook(self.embedded)
         decoder.norm.register_forward_pre_hook(self.before_norm)
 
@@ -97,10 +98,12 @@ class InLayers:
 
     def enter(self):
         torch.cuda.reset_peak_memory_stats()
+        self.before = collections.Counter(emulated_ranks.sent)
         self.calls.__enter__()
 
     def leave(self):
         self.calls.__exit__()
+        self.sent += emulated_ranks.sent - self.before
         self.peak = max(self.peak, torch.cuda.max_memory_allocated())
 
 
@@ -140,17 +143,16 @@ if sys.argv[-1] == "order":
         train(part)
     print(f"{found.checked:,} pairs of accesses on two streams, {len(found.races)} that nothing orders", *found.races, sep="\n")
     sys.exit()
-emulated_ranks.sent.clear()
 emulated_ranks.most_received.clear()
 layers = InLayers(model.model)
 train(part)
-sent, report = dict(emulated_ranks.sent), ds_memo.report(engine)
+report = ds_memo.report(engine)
 unit = part["labels"].numel() * model.config.hidden_size * 2
 print(f"{name}, {length:,} tokens on {ranks} ranks; unit {unit / GIB:.4f} GiB; alpha {report['alpha']}, tiles {report['tiles']}")
 print(f"layers add {(layers.peak - before) / GIB:.3f} GiB at their peak, {(layers.peak - before) / unit:.3f} units")
 print(f"stalls by copies: {report['stall_s']} s; warnings: {report['warnings']}")
-for (kind, way), nbytes in sorted(sent.items()):
-    print(f"sent in forward and backward, {kind} {way}: {nbytes / GIB:.3f} GiB, {nbytes / unit / count:.3f} units a layer")
+for (kind, way), nbytes in sorted(layers.sent.items()):
+    print(f"in layers, sent by {kind} {way}: {nbytes / GIB:.3f} GiB, {nbytes / unit / count:.3f} units a layer")
 for dtype, most in emulated_ranks.most_received.items():
     print(f"received from one rank and alive, {dtype}: {most / GIB:.3f} GiB, {most / unit:.3f} units")
 for (call, who, where), times in sorted(layers.calls.counts.items()):
