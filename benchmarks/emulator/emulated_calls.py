@@ -70,8 +70,8 @@ class Calls:
 
     def __init__(self, listen: Callable[[Call], None] = lambda call: None) -> None:
         self.counts: collections.Counter[tuple[str, str, str]] = collections.Counter()
-        self.held_s = 0.0
-        """Seconds for which waits that ds_memo asked for held a stream that PyTorch computes on."""
+        self.held: collections.Counter[tuple[str, str]] = collections.Counter()
+        """Seconds for which waits held a stream that PyTorch computes on, by who asked for them and where."""
         self.least_queued_s = float("inf")
         """Least work that compute had left when ds_memo had made the host wait for an event."""
         self._listen = listen
@@ -84,7 +84,8 @@ class Calls:
     def forget(self) -> None:
         """Count from now on."""
         self.counts.clear()
-        self.held_s, self.least_queued_s = 0.0, float("inf")
+        self.held.clear()
+        self.least_queued_s = float("inf")
 
     def __enter__(self) -> Calls:
         torch._C._cuda_setStream = self._setting_stream
@@ -94,6 +95,11 @@ class Calls:
     def __exit__(self, *exception: Any) -> None:
         self._emulator.emulated_watch(None)
         torch._C._cuda_setStream = self._set_stream
+
+    @property
+    def held_s(self) -> float:
+        """Seconds for which waits that ds_memo asked for held compute."""
+        return sum(seconds for (who, _), seconds in self.held.items() if who == "ds_memo")
 
     def of(self, who: str, *names: str) -> dict[tuple[str, str], int]:
         """Return how often `who` made these calls, by call and place."""
@@ -105,7 +111,7 @@ class Calls:
         on_compute = stream == torch.cuda.current_stream().cuda_stream
         if call.name == "cudaStreamWaitEvent" and on_compute:
             self.counts[WAIT_OF_COMPUTE, who, where] += 1
-            self.held_s += amount * 1e-9 * (who == "ds_memo")
+            self.held[who, where] += amount * 1e-9  # type: ignore[assignment]
         if call.name == "cudaEventSynchronize" and who == "ds_memo" and amount:
             queued = self._emulator.emulated_queued(torch.cuda.current_stream().cuda_stream)
             self.least_queued_s = min(self.least_queued_s, queued)

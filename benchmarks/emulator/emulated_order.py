@@ -13,7 +13,7 @@ arguments and results. Memory that copies have read or written counts, once free
 on: the allocator may hand it out there at once. If the tensor was recorded on another stream, it does not. Then only the accesses
 of the next owner count, as for memory that no copy has seen.
 
-A collective is taken for an op of the stream that began it, so this says nothing of several ranks.
+Exchanges of emulated ranks (emulated_ranks.py) are commands of their own streams, which read and write like copies.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from benchmarks import emulated_ranks
 from benchmarks.emulated_calls import Call, Calls, caller
+from benchmarks.emulated_time import run_inside
 from ds_memo.estimate.kernels import FREE
 from ds_memo.remat.op_policy import written_tensors
 
@@ -90,11 +92,13 @@ class Unordered(TorchDispatchMode):
 
     def __enter__(self) -> Unordered:
         self._calls.enter_context(Calls(self._called))
+        emulated_ranks.listeners.append(self._exchanged)
         super().__enter__()
         return self
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
+        emulated_ranks.listeners.remove(self._exchanged)
         self._calls.close()
         self._free_dead()
 
@@ -122,6 +126,13 @@ class Unordered(TorchDispatchMode):
             if call.name == "cudaMemcpy":
                 _join(self._clocks[HOST], self._clock(call.stream))
 
+    def _exchanged(self, stream: int, read: list[torch.Tensor], written: list[torch.Tensor]) -> None:
+        reads, writes = map(_span, filter(_on_device, read)), map(_span, filter(_on_device, written))
+        spans = [*reads], [*writes]
+        for begin, _ in (*spans[0], *spans[1]):
+            insort(self._copied, begin)
+        self._command(stream, *spans, f"exchange, {' '.join(caller())}")
+
     def _clock(self, stream: int) -> VectorClock:
         """Return a stream's clock, which has all that the host knows."""
         clock = self._clocks.setdefault(stream, {})
@@ -133,6 +144,8 @@ class Unordered(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         self._free_dead()
+        if func.namespace == "ds_memo":
+            return run_inside(self, func, args, kwargs)
         out = func(*args, **kwargs)
         given = [x for x in tree_leaves((args, kwargs)) if _on_device(x)]
         if func is torch.ops.aten.record_stream.default:

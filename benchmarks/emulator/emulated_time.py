@@ -1,7 +1,9 @@
 """Kernel times on the emulated device: each op by its FLOPs or its bytes, at the rates of `ds-memo estimate`.
 
-A product also takes the bytes of the matrix that it adds to, as sums of weight gradients in fp32 do. No kernel takes less than
-LAUNCH_FLOOR_S, those that no op shows (Triton's) among them.
+Flash attention called outright, with cu_seqlens and windows, has the pairs of tokens that it sees; cu_seqlens that came from the
+host are read where the emulator's device keeps them. Ops of ds_memo take the time of the ops inside. A product also takes the
+bytes of the matrix that it adds to, as sums of weight gradients in fp32 do. No kernel takes less than LAUNCH_FLOOR_S, those that
+no op shows (Triton's) among them.
 
 The emulator's streams, events and queues keep time (emulator.cpp); this says how long each kernel keeps its stream busy. So the
 commands of a real CUDA build of torch run in their real order and with their real events. The result shows what waits
@@ -11,18 +13,25 @@ for what, and how a rate changes it. No kernel runs, and these are no times of a
 from __future__ import annotations
 
 import ctypes
+import functools
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 from torch.utils._pytree import tree_leaves
 
 from ds_memo.estimate import hardware, kernels
 from ds_memo.remat.functions import SkipsCompiled
 from ds_memo.units import GIB
 
+aten = torch.ops.aten
+_FLASH = (aten._flash_attention_forward, aten._flash_attention_backward)
+_ON_DEVICE = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
 LAUNCH_FLOOR_S = 3e-6
 """Least seconds of a kernel on its stream: from the start of one to the start of the next, as profilers show small kernels behind
 each other. Assumed, and the same for all rivals."""
@@ -96,6 +105,8 @@ class Costs(SkipsCompiled):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
+        if func.namespace == "ds_memo":
+            return run_inside(self, func, args, kwargs)
         self.clock.begin_op()
         result = func(*args, **kwargs)
         if seconds := cost_s(func, args, kwargs, result, self.clock.machine):
@@ -103,12 +114,54 @@ class Costs(SkipsCompiled):
         return result
 
 
+def run_inside(mode: TorchDispatchMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an op that came to a mode, so that the ops in it come to the mode, too."""
+    _push_mode(mode)
+    try:
+        return func.redispatch(_ON_DEVICE, *args, **kwargs)
+    finally:
+        _pop_mode()
+
+
 def cost_s(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, machine: hardware.Hardware) -> float:
     """Return the seconds of one op's kernels; the emulator itself times copies over the link."""
     tensors = [x for x in tree_leaves((args, kwargs, result)) if torch.is_tensor(x)]
     if not any(x.is_cuda for x in tensors) or any(not x.is_cuda and x.dim() for x in tensors):
         return 0.0
+    if func._overloadpacket in _FLASH:
+        return _flash_s(func, args, kwargs, machine)
     return kernels.cost_s(func, args, kwargs, result, machine)
+
+
+def _flash_s(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], machine: hardware.Hardware) -> float:
+    given = kernels.given(func, args, kwargs)
+    query, key, value = (given[name] for name in ("query", "key", "value"))
+    if given.get("cum_seq_q") is None:
+        lengths = [(query.shape[1], key.shape[1])] * query.shape[0]
+    else:
+        lengths = list(zip(*(_lengths(given[name]) for name in ("cum_seq_q", "cum_seq_k")), strict=True))
+    limits = [-1 if given.get(f"window_size_{side}") is None else given[f"window_size_{side}"] for side in ("left", "right")]
+    limits = [limits[0], 0] if given["is_causal"] else limits
+    seen = sum(_pairs(of_query, of_key, *limits) for of_query, of_key in lengths)
+    flops = 2.0 * seen * query.shape[-2] * (key.shape[-1] + value.shape[-1])
+    if func._overloadpacket is _FLASH[0]:
+        return flops / (machine.peak * machine.attention_forward_efficiency)
+    return kernels.BACKWARD_FLOPS * flops / (machine.peak * machine.attention_backward_efficiency)
+
+
+def _lengths(borders: torch.Tensor) -> list[int]:
+    """Return the lengths of sequences by cu_seqlens (int32)."""
+    values = (ctypes.c_int32 * len(borders)).from_address(borders.data_ptr())
+    return [stop - start for start, stop in itertools.pairwise(values)]
+
+
+@functools.lru_cache(maxsize=4096)
+def _pairs(queries: int, keys: int, left: int, right: int) -> int:
+    """Return how many pairs flash attention computes; the last query stands at the last key. -1: no limit."""
+    at = np.arange(queries) + keys - queries
+    first = np.maximum(at - left, 0) if left >= 0 else np.zeros_like(at)
+    last = np.minimum(at + right, keys - 1) if right >= 0 else np.full_like(at, keys - 1)
+    return int(np.maximum(last - first + 1, 0).sum())
 
 
 @contextmanager

@@ -4,7 +4,7 @@
     python -m benchmarks.rehearsal --ranks 8 --device-gib 80 launch/train.py --deepspeed_config ds_configs/zero3_bf16_memo.json \\
         --model ds_configs/models/llama3-8b.json --seq-length 64K --steps 8
 
-The script runs unchanged, on the emulated device (emulator.py) and as rank 0 of ranks that all do the same (emulated_ranks.py):
+The script runs unchanged, on the emulated device (emulator.py) and as one of ranks that all do the same (emulated_ranks.py):
 ZeRO, Ulysses, buckets and gathers are DeepSpeed's, of full size, and no number is computed. So losses mean nothing, nor does a
 "speed" that the script prints by the host's clock. Times printed here come from a table, never from a GPU.
 """
@@ -33,7 +33,8 @@ from ds_memo.estimate import hardware
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m benchmarks.rehearsal", description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, default=8, metavar="N", help="of one node; default: 8")
+    parser.add_argument("--ranks", type=int, default=8, metavar="N", help="default: 8; a node has as many as the hardware says")
+    parser.add_argument("--rank", type=int, default=0, metavar="N", help="which of them this is; default: 0")
     parser.add_argument("--device-gib", type=float, default=139.8, help="of each GPU; default: 139.8")
     parser.add_argument("--host-gib", type=float, default=1843.0, help="free on the node; default: 1843")
     parser.add_argument("--hardware", default="h200", help="whose rates: a name or file of ds-memo estimate; default: h200")
@@ -46,28 +47,33 @@ def main(arguments: list[str] | None = None) -> int:
     if not options.emulated:
         asked = ["--emulated", *(sys.argv[1:] if arguments is None else arguments)]
         return run_emulated("benchmarks.rehearsal", asked, options.device_gib)
-    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    os.environ |= {"WORLD_SIZE": str(options.ranks), "LOCAL_WORLD_SIZE": str(options.ranks)}
+    os.environ |= {"RANK": str(options.rank), "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    machine = hardware.load(options.hardware)
+    of_node = min(options.ranks, int(machine.gpus_per_node))
+    os.environ |= {"WORLD_SIZE": str(options.ranks), "LOCAL_WORLD_SIZE": str(of_node)}
     without_values(options.host_gib)
     rows: list[dict[str, Any]] = []
-    with keeping_time(hardware.load(options.hardware)) as clock:
+    with keeping_time(machine) as clock:
         try:
-            rehearse(clock, options.ranks, rows, *options.script)
+            rehearse(clock, options.ranks, options.rank, rows, *options.script)
         finally:
             if options.json:
                 options.json.write_text(json.dumps(rows))
     return 0
 
 
-def rehearse(clock: Clock, ranks: int, rows: list[dict[str, Any]], script: str, *arguments: str) -> None:
+def rehearse(clock: Clock, ranks: int, rank: int, rows: list[dict[str, Any]], script: str, *arguments: str) -> None:
     """Run the script, and print a line for each optimizer step but the first, in which layers are measured.
 
     Args:
         rows: a row for each of these steps is added.
     """
     import deepspeed
+    from deepspeed.runtime.zero import partitioned_param_coordinator
 
-    among(ranks, clock)
+    if rank:  # a broadcast from rank 0 on the device brings nothing
+        partitioned_param_coordinator.assert_ints_same_as_other_ranks = lambda ints: None
+    among(ranks, clock, rank)
     sequence.split = _split
     sequence.refuse_inexact = lambda model, forward: None  # it compares values, and there are none
     running: dict[Any, Step] = {}
@@ -98,9 +104,9 @@ def _split(batches: Iterable[dict[str, Any]], device: Any) -> Iterator[dict[str,
     """ds_memo.deepspeed.sequence.split without an exchange of lengths: all ranks have this rank's."""
     from deepspeed.runtime.sequence_parallel import parallel_state_sp
 
-    ranks = parallel_state_sp.get_sequence_parallel_world_size()
+    ranks, rank = parallel_state_sp.get_sequence_parallel_world_size(), parallel_state_sp.get_sequence_parallel_rank()
     for batch in batches:
-        part = {name: x[:, : x.shape[1] // ranks].to(device) if torch.is_tensor(x) else x for name, x in batch.items()}
+        part = {name: x.chunk(ranks, 1)[rank].to(device) if torch.is_tensor(x) else x for name, x in batch.items()}
         yield from itertools.repeat(part, ranks)
 
 

@@ -166,6 +166,7 @@ def _forward(
             whole = (out.to(lse.dtype), lse) if len(plan.steps) > 1 else (out, lse)
         elif plan.steps[step]:
             kernels.merge(*whole, *kernels.forward(q, keys, values, plan.steps[step], scale, softcap))
+        del keys, values  # before room is made for the next but one
     assert whole is not None
     out, lse = whole
     if sinks is not None:  # one more key, whose value is zero: it only adds to the sum
@@ -196,6 +197,7 @@ def _backward(
         if plan.steps[step]:
             found = kernels.backward(gradient, q, keys, values, out, lse, plan.steps[step], scale, softcap)
             of_queries += found[0]
+        del keys, values
         if travelling is not None:  # the sums for these keys, of the ranks that had them before
             sums = travelling.wait()
         if found is not None:
@@ -216,6 +218,7 @@ def _around(ranks: SequenceRanks, *tensors: torch.Tensor) -> Any:
     for _ in range(ranks.ring - 1):
         coming = _Sent(ranks, here)
         yield here
+        here.clear()  # enumerate() still has the list
         here = coming.wait()
     yield here
 

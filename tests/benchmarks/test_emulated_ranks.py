@@ -1,0 +1,75 @@
+"""Ranks that are not there: bytes that one of 16 sends inside its node and to the other, and the seconds that they take."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+
+from ds_memo.estimate import hardware
+from ds_memo.ops.builder import cuda_headers
+from tests.benchmarks import emulated_exchanges
+from tests.benchmarks.emulated_exchanges import BORDER, HEADS, RANK, RANKS, TOKENS
+from tests.benchmarks.test_emulator import no_emulated_process_hangs  # noqa: F401
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.processes,
+    pytest.mark.skipif(
+        not os.environ.get("DS_MEMO_CUDA_TORCH") or cuda_headers() is None,
+        reason="needs DS_MEMO_CUDA_TORCH (see benchmarks/emulator/emulator.py) and CUDA's runtime headers",
+    ),
+]
+HEAD = TOKENS * 128 * 2
+"""Bytes of a head of a rank's tokens."""
+
+
+def test_exchanges_of_two_nodes(capfd: pytest.CaptureFixture[str]) -> None:
+    assert emulated_exchanges.main() == 0
+    found = json.loads(capfd.readouterr().out.splitlines()[-1])
+    machine = hardware.load("h200")
+    near, far = machine.intra_node, machine.inter_node
+    sent = {name: of[1] for name, of in found.items() if isinstance(of, list) and len(of) == 2 and isinstance(of[1], dict)}
+    assert sent["heads"] == {"all-to-all inside a node": 28 * HEAD}
+    assert sent["uneven heads"] == {"all-to-all inside a node": 10 * HEAD}  # this rank keeps two of twelve
+    assert sent["heads of all"] == {"all-to-all inside a node": 14 * HEAD, "all-to-all between nodes": 16 * HEAD}
+    assert sent["gather"] == {"collective between nodes": 15 * HEAD}
+    assert sent["ring of nodes"] == {"P2P between nodes": 32 * HEAD}
+    assert sent["ring"] == {"P2P inside a node": 32 * HEAD}
+    assert sent["timeout"] == {"collective inside a node": 2 * 24 * HEAD}
+    assert sent["move"] == {"all-to-all inside a node": 32 * HEAD}  # all: the sixteenths of ring number 1 are others than 2 and 3
+
+    def took(name: str) -> float:
+        return found[name][0]
+
+    assert took("heads") == pytest.approx(28 * HEAD / near + 2 * 2 * 32 * HEAD / 4.8e12, rel=0.2)  # two copies of it all
+    assert 16 * HEAD / far < took("heads of all") < 20 * HEAD / far
+    assert took("ring of nodes") == pytest.approx(32 * HEAD / far, rel=0.02)  # both directions at once
+    assert took("ring") == pytest.approx(32 * HEAD / near, rel=0.02)
+    assert took("product, ring of nodes") == pytest.approx(max(took("product"), took("ring of nodes")), rel=0.02)
+    assert found["host"] == [[2 * RANK, 2 * RANK + 1]] * RANKS
+
+    assert found["ordered"] == []
+    assert any("write" in race and "exchange" in race for race in found["races"])
+
+    def flops_s(pairs: int, efficiency: float) -> float:
+        return 4.0 * pairs * HEADS * 128 / (machine.peak * efficiency)
+
+    length, pair = RANKS * TOKENS, 2 * 2 * 4 * HEAD  # of keys and values: two ranks' tokens, 4 heads
+    seconds = flops_s(length * (length + 1) // 2 // RANKS, machine.attention_forward_efficiency)
+    assert took("ring attention") == pytest.approx(seconds, rel=0.02)
+    assert sent["ring attention"]["P2P inside a node"] == 7 * pair
+    assert sent["ring attention, backward"]["P2P inside a node"] == 7 * pair + 8 * 2 * pair  # gradients in fp32 come home
+    assert found["received"] == {"torch.bfloat16": 2 * pair, "torch.float32": 2 * 2 * pair}
+
+    documents = [BORDER, TOKENS - BORDER]
+    packed = sum(n * (n + 1) // 2 for n in documents)
+    window = sum(128 * n - 128 * 127 // 2 for n in documents)
+    whole = sum(n * n for n in documents)
+    for name, pairs in (("packed", packed), ("window", window), ("without limits", whole)):
+        forward, backward = machine.attention_forward_efficiency, machine.attention_backward_efficiency
+        assert took(name) == pytest.approx(flops_s(pairs, forward), rel=0.03)
+        assert took(f"{name}, backward") == pytest.approx(2.5 * flops_s(pairs, backward), rel=0.05)
+    for dtype in ("torch.bfloat16", "torch.float32"):
+        assert found[dtype] == [[1, 4, 4096, 128], [1, 4, 4096], "torch.float32"]
