@@ -34,15 +34,14 @@ from ds_memo.sequence.parts import PARTS, Parts, Pieces, contiguous, even, parts
 from ds_memo.sequence.ranks import SequenceRanks
 
 FIELD = "sequence_parallel_size"
-NAME = "ds_memo_sequence"
-"""Of attention and masks in Transformers' tables."""
 _CHECKED = 256
 """Longest part for which a mask is compared, value by value, with what it was taken for. The probe's are shorter."""
 _KNOWN = 8
 """Forwards whose parts are remembered, so that the next one of the same lengths and documents has the same object."""
 
-_of_configs: dict[int, tuple[Any, str]] = {}
-"""Configurations of sequence-parallel models by id, and the attention that each named before. Other models may share them."""
+_names: dict[str, str] = {}
+"""By an attention implementation of Transformers' tables, the name of ours that knows it. Other models may share a configuration,
+or be copies: they go on with what was there."""
 
 
 _models: weakref.WeakKeyDictionary[nn.Module, Decoder] = weakref.WeakKeyDictionary()
@@ -101,10 +100,10 @@ class Decoder:
         """Parts of forwards with gradients since the latest backward."""
         self._was_backward = False
         self.is_off = False
-        _register()
+        _find_documents_at_the_entrance()
         for module in (*self._modules, *around):
             if (config := getattr(module, "config", None)) is not None:
-                _take_over(module, config)
+                _take_over(config)
         base.register_forward_pre_hook(self._before_model, with_kwargs=True)
         _models[base] = _models[self.module] = self
         self.module.register_forward_pre_hook(self._enter, with_kwargs=True)
@@ -138,6 +137,11 @@ class Decoder:
     def _before_model(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if module is self._base:
             self._positions = kwargs.get("position_ids")
+            if kwargs.get("labels") is not None and kwargs.get("shift_labels") is None and not self.is_off:
+                raise MemoError(
+                    f"{FIELD} {self.ranks.size}: the model was called with labels, and would leave out the last token of each part. "
+                    "Compute the loss of logits and the batch's shifted labels (sequence.split), or pass shift_labels, too"
+                )
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
         """Learn how whole sequences lie on the ranks, and give the decoder this rank's part."""
@@ -348,31 +352,35 @@ def _by_name(signature: inspect.Signature, args: tuple, kwargs: dict[str, Any]) 
 # ---- Transformers' tables
 
 
-def _take_over(module: nn.Module, config: Any) -> None:
-    """Have a module ask for our attention and masks."""
-    if id(config) not in _of_configs:
-        _of_configs[id(config)] = config, config._attn_implementation or "eager"
-        config._attn_implementation_internal = NAME  # not the property, which would set those of towers, too
+def _take_over(config: Any) -> None:
+    """Have modules of a configuration ask for our attention and masks. Not by its property, which would tell those of towers."""
+    before = config._attn_implementation or "eager"
+    if before in _names.values():
+        return
+    if before not in _names:
+        _names[before] = f"ds_memo_sequence_{len(_names)}"
+        attention = functools.partial(_attend, before)
+        attention.ranks = _ranks  # type: ignore[attr-defined]  # see tiles.attention_call.AttentionCall.ranks
+        AttentionInterface.register(_names[before], attention)
+        AttentionMaskInterface.register(_names[before], functools.partial(_mask, before))
+    config._attn_implementation_internal = _names[before]
 
 
 @functools.cache
-def _register() -> None:
-    AttentionInterface.register(NAME, _attend)
-    AttentionMaskInterface.register(NAME, _mask)
+def _find_documents_at_the_entrance() -> None:
+    """Keep Transformers from finding the documents of a part."""
     found = masking_utils.find_packed_sequence_indices
-    # Documents are found at the entrance.
     masking_utils.find_packed_sequence_indices = lambda positions: None if _is_in_parts() else found(positions)
 
 
 def _attend(
-    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any = None, **kwargs: Any
+    before: str, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any = None, **kwargs: Any
 ) -> Any:
     parts = parts_of(module)
     if parts is not None:
         return attend(module, query, key, value, mask, parts, **kwargs)
-    name = _of_configs[id(module.config)][1]
     source = sys.modules[type(module).__module__]
-    attention = source.eager_attention_forward if name == "eager" else ALL_ATTENTION_FUNCTIONS[name]
+    attention = source.eager_attention_forward if before == "eager" else ALL_ATTENTION_FUNCTIONS[before]
     return attention(module, query, key, value, mask, **kwargs)
 
 
@@ -392,23 +400,22 @@ def _ranks(module: nn.Module) -> int:
     return 1 if parts is None else parts.ranks.ulysses
 
 
-_attend.ranks = _ranks  # type: ignore[attr-defined]  # see tiles.attention_call.AttentionCall.ranks
-
-
 def _mask(
+    before: str,
     batch_size: int,
     q_length: int,
     kv_length: int,
     mask_function: Any,
-    config: Any,
     local_size: int | None = None,
     **others: Any,
 ) -> Any:
     """Stand for a mask in Transformers' table."""
     if not _is_in_parts():
         named = {"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length, "mask_function": mask_function}
-        interface = ALL_MASK_ATTENTION_FUNCTIONS[_of_configs[id(config)][1]]
-        return interface(**named, config=config, **({} if local_size is None else {"local_size": local_size}), **others)
+        window = {} if local_size is None else {"local_size": local_size}
+        return (
+            ALL_MASK_ATTENTION_FUNCTIONS[before](**named, **window, **others) if before in ALL_MASK_ATTENTION_FUNCTIONS else None
+        )
 
     def sees(query: int, key: int) -> bool:
         return bool(torch.as_tensor(mask_function(0, 0, torch.tensor(query), torch.tensor(key))))

@@ -12,6 +12,7 @@ import functools
 import itertools
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -55,8 +56,9 @@ class Parts:
         self.among_others = False
         """True while forwards on other parts wait for their backwards, too."""
 
-    def __deepcopy__(self, memo: dict) -> Parts:
-        return self
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Have copies of a model run on whole sequences."""
+        return type(None), ()
 
     @functools.cached_property
     def one_document(self) -> bool:
