@@ -139,7 +139,7 @@ class Decoder:
             self._positions = kwargs.get("position_ids")
             if kwargs.get("labels") is not None and kwargs.get("shift_labels") is None and not self.is_off:
                 raise MemoError(
-                    f"{FIELD} {self.ranks.size}: the model was called with labels, and would leave out the last token of each part. "
+                    f"{FIELD} {self.ranks.size}: the model was called with labels, and would leave each part's last token out. "
                     "Compute the loss of logits and the batch's shifted labels (sequence.split), or pass shift_labels, too"
                 )
 
