@@ -40,8 +40,8 @@ _KNOWN = 8
 """Forwards whose parts are remembered, so that the next one of the same lengths and documents has the same object."""
 
 _names: dict[str, str] = {}
-"""By an attention implementation of Transformers' tables, the name of ours that knows it. Other models may share a configuration,
-or be copies: they go on with what was there."""
+"""By our names in Transformers' tables, the attention implementation that was there before. Other models may share a configuration,
+or be copies: they go on with that."""
 
 
 _models: weakref.WeakKeyDictionary[nn.Module, Decoder] = weakref.WeakKeyDictionary()
@@ -103,7 +103,7 @@ class Decoder:
         _find_documents_at_the_entrance()
         for module in (*self._modules, *around):
             if (config := getattr(module, "config", None)) is not None:
-                _take_over(config)
+                _take_over(config, f"{ranks.ulysses}x{ranks.ring}")
         base.register_forward_pre_hook(self._before_model, with_kwargs=True)
         _models[base] = _models[self.module] = self
         self.module.register_forward_pre_hook(self._enter, with_kwargs=True)
@@ -352,18 +352,23 @@ def _by_name(signature: inspect.Signature, args: tuple, kwargs: dict[str, Any]) 
 # ---- Transformers' tables
 
 
-def _take_over(config: Any) -> None:
-    """Have modules of a configuration ask for our attention and masks. Not by its property, which would tell those of towers."""
+def _take_over(config: Any, how: str) -> None:
+    """Have modules of a configuration ask for our attention and masks. Not by its property, which would tell those of towers.
+
+    Args:
+        how: ranks share a sequence. A cached profile is of one way.
+    """
     before = config._attn_implementation or "eager"
-    if before in _names.values():
+    if before in _names:
         return
-    if before not in _names:
-        _names[before] = f"ds_memo_sequence_{len(_names)}"
+    name = f"ds_memo_sequence_{how}_{before.replace('flash', '')}"  # models look for "flash"
+    if name not in _names:
+        _names[name] = before
         attention = functools.partial(_attend, before)
         attention.ranks = _ranks  # type: ignore[attr-defined]  # see tiles.attention_call.AttentionCall.ranks
-        AttentionInterface.register(_names[before], attention)
-        AttentionMaskInterface.register(_names[before], functools.partial(_mask, before))
-    config._attn_implementation_internal = _names[before]
+        AttentionInterface.register(name, attention)
+        AttentionMaskInterface.register(name, functools.partial(_mask, before))
+    config._attn_implementation_internal = name
 
 
 @functools.cache
