@@ -40,7 +40,7 @@ _KNOWN = 8
 """Forwards whose parts are remembered, so that the next one of the same lengths and documents has the same object."""
 
 _names: dict[str, str] = {}
-"""By our names in Transformers' tables, the attention implementation that was there before. Other models may share a configuration,
+"""By our names in Transformers' tables, the attention implementation before. Other models may share a configuration,
 or be copies: they go on with that."""
 
 
