@@ -71,7 +71,7 @@ def _hook(module: nn.Module, enter: Callable[..., Any], leave: Callable[..., Any
 # ---- functions
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _catch(cls: type) -> bool:
     """Catch what a class's Python file has; return whether its functions call any of it."""
     if not cls.__module__.startswith(_MODELS):
@@ -84,7 +84,7 @@ def _catch(cls: type) -> bool:
     return not called.isdisjoint({*caught, *_METHODS})
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _catch_globals(source: types.ModuleType) -> frozenset[str]:
     """Catch the functions that the tables know; return the names by which a Python file calls them."""
     caught = set()
