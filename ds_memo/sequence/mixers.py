@@ -81,7 +81,7 @@ class Call:
                 )
             if argument in ("cu_seqlens", "seq_idx") and value is not None:
                 raise MemoError(
-                    f"{name} got {argument} (documents of this rank's tokens); sequence parallelism finds documents by "
+                    f"{name} got {argument}, documents of this rank's tokens; sequence parallelism finds documents by "
                     "position_ids. Leave seq_idx and cu_seq_lens_q out of the batch"
                 )
             if isinstance(value, torch.Tensor) and value.dim() and argument not in known and argument in taken:

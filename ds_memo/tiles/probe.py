@@ -284,7 +284,7 @@ def refuse_call(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
 
 
 def _is_foreign(hook: Any) -> bool:
-    return not getattr(hook, "__module__", "").startswith("deepspeed.")
+    return not getattr(hook, "__module__", "").startswith(("deepspeed.", "ds_memo.sequence."))
 
 
 def _refuse_draws_of_sequences(forward: Callable[..., Any], arguments: Arguments, x: torch.Tensor, spans: Sequence[Span]) -> None:
