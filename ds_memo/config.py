@@ -135,6 +135,10 @@ class MemoConfig(_Section):
     heads. Where ranks trade heads (Ulysses) forward and backward run so, and it divides a rank's heads. Absent: solved; 1 if
     alpha and resident_layers are given."""
 
+    ulysses_size: int | None = Field(None, ge=1, le=MOST_LAYERS, strict=True)
+    """Of the ranks that share a sequence ("sequence_parallel_size"), those that trade heads; what is left is a ring. Absent:
+    chosen."""
+
     nvme: NvmeConfig | None = None
     """Absent: host memory bounds what is swapped."""
 
@@ -231,6 +235,7 @@ _ALLOWED = {
     "device_memory_gib": f"a number of GiB above 0, at most {MOST_GIB:,} (leave the key out to use what is free)",
     "tile_tokens": f"a whole number from 0 to {MOST_TOKENS:,} (0: layers run whole; leave the key out to have it solved)",
     "head_groups": f"a divisor of the (local) key-value heads, from 1 to {MOST_LAYERS:,} (leave the key out to have it solved)",
+    "ulysses_size": f"a divisor of sequence_parallel_size, at most {MOST_LAYERS:,} (leave the key out to have it chosen)",
     "ablation": '"full_recompute" or "full_swap" (leave the key out for memo itself)',
     "attention": '"cudnn", "flash", "flash_attn_2", "flash_attn_3" or "flash_attn_4" (leave the key out for the best available)',
     "nvme": 'a JSON object with "path" (leave the key out to use no files)',

@@ -54,6 +54,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tile_tokens": 2**32 + 1}, r"memo\.tile_tokens: got 4294967297; .* from 0 to 4,294,967,296 "),
     ({"tile_tokens": -1}, r"memo\.tile_tokens: got -1; .* from 0 to 4,294,967,296 "),
     ({"head_groups": 2**16 + 1}, r"memo\.head_groups: got 65537; .* from 1 to 65,536 "),
+    ({"ulysses_size": 0}, r"memo\.ulysses_size: got 0; .*a divisor of sequence_parallel_size"),
     ({"resident_layers": 2**16 + 1}, r"memo\.resident_layers: got 65537; .*at most 65,536 "),
     ({"plan": {"time_limit_s": 1e9}}, r"memo\.plan\.time_limit_s: got 1000000000\.0; .*at most 1,000,000"),
     ({"cache_dir": "~nosuchuser/x"}, r"memo\.cache_dir: got '~nosuchuser/x' .*; allowed: a path"),

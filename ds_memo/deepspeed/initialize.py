@@ -120,7 +120,7 @@ def initialize(*args: Any, **kwargs: Any) -> tuple:
                 )
         if ranks > 1 and asked.get("mpu") is None:  # DeepSpeed would take such a configuration and train on parts of sequences
             sequence.refuse_conflicts(section)
-            asked["mpu"] = sequence.set_up(asked["model"], ranks)
+            asked["mpu"] = sequence.set_up(asked["model"], ranks, config.ulysses_size)
         make = functools.partial(_made, stock, ranks > 1 or config.enabled, *call.args, **call.kwargs)
         with _words_for_mpi():
             if not config.enabled:

@@ -27,8 +27,10 @@ from ds_memo.deepspeed.sequence_probe import FIELD
 from ds_memo.distributed.topology import ranks_per_sequence
 from ds_memo.errors import MemoConfigError, MemoError
 from ds_memo.hf.attention import wrap_attention
+from ds_memo.memory.host import ranks_on_node
 from ds_memo.sequence.parts import contiguous, even
 from ds_memo.sequence.ranks import ranks_of
+from ds_memo.sequence.split import ulysses_size
 
 IGNORE = -100
 """Label of a token that does not count."""
@@ -109,14 +111,10 @@ def set_up(model: nn.Module, size: int, ulysses: int | None = None) -> ModuleTyp
 def _chosen(model: nn.Module, size: int) -> int:
     """Return the number of ranks that trade heads."""
     config = getattr(model, "config", None)
-    config = config.get_text_config() if config is not None else None
+    config = None if config is None else config.get_text_config()
     heads = getattr(config, "num_attention_heads", None) or size  # a state-space model has none
     key_heads = getattr(config, "num_key_value_heads", None) or heads
-    return max(
-        ulysses
-        for ulysses in range(1, size + 1)
-        if size % ulysses == 0 and heads % ulysses == 0 and (key_heads % ulysses == 0 or ulysses % key_heads == 0)
-    )
+    return ulysses_size(size, heads, key_heads, ranks_on_node())
 
 
 def refuse_inexact(model: nn.Module, forward: Callable[..., Any]) -> None:
