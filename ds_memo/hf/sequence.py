@@ -1,15 +1,17 @@
 """Sequence parallelism of a Hugging Face model: its attention, its masks, and where tokens enter and leave its text decoder.
 
 A caller gives each rank its part of every sequence, one rank after another, of any lengths. At the decoder's entrance the ranks
-tell each other their lengths and documents. Where these parts are not the ones that attention wants (a ring, lengths that do not
-divide), tokens move there, and hidden states move back at the exit. A model with towers, for images say, is given whole sequences
-on every rank: the tokens' places are filled first, then the entrance takes this rank's part.
+tell each other their lengths and documents; padding is a document, too. Where these parts are not the ones that attention wants
+(a ring, lengths that do not divide), tokens move there, and hidden states move back at the exit. A model with towers, for images
+say, is given whole sequences on every rank. Outer modules fill in the images and make masks of whole sequences; then the entrance
+takes this rank's part.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import sys
 import weakref
 from collections.abc import Iterator, Sequence
@@ -18,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
@@ -45,7 +48,11 @@ or be copies: they go on with that."""
 
 
 _models: weakref.WeakKeyDictionary[nn.Module, Decoder] = weakref.WeakKeyDictionary()
-"""Sequence-parallel models."""
+"""Text decoders of sequence-parallel models, and the modules around them."""
+_FOLLOWS = {"deepstack_visual_embeds": "visual_pos_masks"}
+"""Arguments of decoders with a row for each token that is True in another argument."""
+_PAIRS = 1 << 26
+"""Most pairs of query and key that are read of a mask at once."""
 
 
 class Said(NamedTuple):
@@ -61,6 +68,8 @@ class Said(NamedTuple):
     """Largest position plus 1."""
     gap: str
     """Where positions rise by more than 1, in words."""
+    flips: tuple[tuple[int, ...], ...] = ((),)
+    """By row, tokens where padding begins or ends. Text goes before the part."""
 
 
 class Decoder:
@@ -85,15 +94,20 @@ class Decoder:
         self._modules = list(self.module.modules())
         around = [module for module in base.modules() if self.module in module.modules()]
         towers = set(base.modules()) - {*self._modules, *around}
-        self.takes_whole = any(isinstance(module, PreTrainedModel) for module in towers)
-        """True if it is given whole sequences on every rank: there are towers."""
+        has_towers = any(isinstance(module, PreTrainedModel) for module in towers)
+        self.takes_whole = has_towers or base.input_modalities not in ("text", ("text",), ["text"])
+        """True if it is given whole sequences on every rank: it reads more than text."""
         self._signature = inspect.signature(self.module.forward)
-        asked = inspect.signature(base.forward).parameters.values()
+        self._outer_signature = inspect.signature(base.forward)
+        asked = self._outer_signature.parameters.values()
         self._takes_positions = any(p.name == "position_ids" or p.kind is p.VAR_KEYWORD for p in asked)
+        self._has_rotary = any("rotary" in name for name, _ in self.module.named_modules())
         self._rotary = seen_by_rotary(base.config.get_text_config())
         self._known: dict[Any, Parts] = {}
         self._positions: torch.Tensor | None = None
         """Those that the model was called with. Some do not hand them on."""
+        self._mask: Any = None
+        """Its attention_mask: outer modules may make another one of it."""
         self._leaving: list[tuple[list[Pieces], list[Pieces]]] = []
         """Pieces as ranks hold them inside, and as a caller does, of the forward under way."""
         self._awaiting: set[Parts] = set()
@@ -105,7 +119,7 @@ class Decoder:
             if (config := getattr(module, "config", None)) is not None:
                 _take_over(config, f"{ranks.ulysses}x{ranks.ring}")
         base.register_forward_pre_hook(self._before_model, with_kwargs=True)
-        _models[base] = _models[self.module] = self
+        _models.update(dict.fromkeys(around, self))
         self.module.register_forward_pre_hook(self._enter, with_kwargs=True)
         self.module.register_forward_hook(self._leave)
         catch_mixers(self.module)
@@ -136,8 +150,9 @@ class Decoder:
 
     def _before_model(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if module is self._base:
-            self._positions = kwargs.get("position_ids")
-            if kwargs.get("labels") is not None and kwargs.get("shift_labels") is None and not self.is_off:
+            given = _by_name(self._outer_signature, args, kwargs)
+            self._positions, self._mask = given.get("position_ids"), given.get("attention_mask")
+            if given.get("labels") is not None and given.get("shift_labels") is None and not self.is_off:
                 raise MemoError(
                     f"{FIELD} {self.ranks.size}: the model was called with labels, and would leave each part's last token out. "
                     "Compute the loss of logits and the batch's shifted labels (sequence.split), or pass shift_labels, too"
@@ -164,9 +179,13 @@ class Decoder:
             )
         rows, length = tokens.shape[:2]
         positions = given.get("position_ids", self._positions)
+        padding = self._padding(given.get("attention_mask"), rows, length)
         if self.takes_whole:
             of_text = positions[0] if positions is not None and positions.dim() == 3 and len(positions) == 4 else positions
-            said = [_said(rows, length, of_text if of_text is not None and of_text.dim() == 2 else None)]
+            said = [_said(rows, length, of_text if of_text is not None and of_text.dim() == 2 else None, padding)]
+            if self._rotary is not None and positions is not None:
+                pieces = itertools.chain(*contiguous(even(length, self.ranks.size)))
+                self._refuse_lengths([int(positions[..., start:stop].max()) + 1 for start, stop in pieces])
         else:
             if positions is None and self._takes_positions:
                 raise MemoError(
@@ -179,8 +198,13 @@ class Decoder:
                     f"{FIELD} {self.ranks.size}: position_ids have the shape {tuple(positions.shape)}; expected (rows, tokens), "
                     "since this rank's part has positions of one axis"
                 )
-            said = self._from_all(_said(rows, length, positions))
-            self._refuse_lengths(said)
+            said = self._from_all(_said(rows, length, positions, padding))
+            self._refuse_lengths([one.longest for one in said])
+        if positions is None and any(0 in row for row in said[0].flips) and not self._has_rotary:
+            raise MemoError(
+                f"{FIELD} {self.ranks.size}: rows begin with padding, and {type(module).__name__} may count the tokens behind it "
+                "from the padding or not. Pass position_ids"
+            )
         parts = self._parts(said)
         if parts is not vars(module)[PARTS]:
             self._hold(parts)
@@ -190,7 +214,7 @@ class Decoder:
         if "position_ids" in self._signature.parameters:
             given["position_ids"] = torch.arange(length, device=tokens.device)[None] if positions is None else positions
         if self.takes_whole:
-            given = {name: _own(value, rows, length, parts) for name, value in given.items()}
+            given = self._own(given, rows, length, parts)
         elif callers != parts.all_pieces:
             given = {name: self._moved(value, length, callers, parts) for name, value in given.items()}
         else:  # the caller may write to theirs before a replay looks
@@ -249,11 +273,53 @@ class Decoder:
             )
         return said
 
-    def _refuse_lengths(self, said: Sequence[Said]) -> None:
+    def _padding(self, given: Any, rows: int, length: int) -> torch.Tensor | None:
+        """Return the caller's mask of padding (rows, tokens)."""
+        mask = given if isinstance(given, torch.Tensor) else self._mask
+        if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
+            return None
+        if mask.shape != (rows, length):
+            raise MemoError(
+                f"{FIELD} {self.ranks.size}: attention_mask has the shape {tuple(mask.shape)}; expected ({rows}, {length}), as "
+                "many as there are tokens"
+            )
+        return mask
+
+    def _own(self, given: dict[str, Any], rows: int, length: int, parts: Parts) -> dict[str, Any]:
+        """Return this rank's part of arguments with whole sequences, which may lie in dicts, lists and tuples."""
+
+        def cut(tensor: Any, name: str) -> Any:
+            if not isinstance(tensor, torch.Tensor):
+                return tensor
+            dim = _dim_of_tokens(tensor, rows, length)
+            if dim is None:
+                if tensor.dim() < 2 or name not in self._signature.parameters:
+                    return tensor
+                raise MemoError(
+                    f"{FIELD} {self.ranks.size}: {type(self.module).__name__} was called with {name}, a tensor of shape "
+                    f"{tuple(tensor.shape)}. Which of it belongs to a part of {length} tokens is not known. "
+                    f'Use "{FIELD}": 1'
+                )
+            if parts.length > length:
+                more = tensor.new_zeros(*tensor.shape[:dim], parts.length - length, *tensor.shape[dim + 1 :])
+                tensor = torch.cat([tensor, more], dim)
+            return parts.own_of(tensor, dim)
+
+        found = {
+            name: tree_map(functools.partial(cut, name=name), value) for name, value in given.items() if name not in _FOLLOWS
+        }
+        for name in _FOLLOWS.keys() & given.keys():
+            images = given.get(_FOLLOWS[name])
+            if images is not None:  # number the rows from 1, and take those of this rank's tokens
+                numbers = cut(images.flatten().cumsum(0).view_as(images) * images, name)
+                mine = numbers[numbers > 0] - 1
+                found[name] = tree_map(lambda of_images, mine=mine: of_images[mine], given[name])
+        return found
+
+    def _refuse_lengths(self, lengths: Sequence[int]) -> None:
         if self._rotary is None:
             return
         kind, seen = self._rotary
-        lengths = [one.longest for one in said]
         if len(set(map(seen, lengths))) > 1:
             raise MemoError(
                 f'{FIELD} {self.ranks.size}: frequencies of rotary embeddings of type "{kind}" depend on the length that a rank '
@@ -277,66 +343,86 @@ def _text_decoder(base: PreTrainedModel) -> nn.Module:
     return inner[0] if found is base and len(inner) == 1 else found  # Llama-4 names it in a way that get_decoder does not know
 
 
-def _said(rows: int, length: int, positions: torch.Tensor | None) -> Said:
-    """Read a part's positions (rows or 1, n). Copies a byte per token to the host and waits for it."""
-    if positions is None or not length:
+def _said(rows: int, length: int, positions: torch.Tensor | None, padding: torch.Tensor | None = None) -> Said:
+    """Read a part's positions (rows or 1, n) and its mask of padding (rows, n). Waits for a byte per token."""
+    if not length or (positions is None and padding is None):
         return Said(rows, length, ((),), ((-1, -1),), 0, "")
-    steps = positions.diff(dim=1).clamp(0, 2).to(torch.uint8).cpu()
+    codes = torch.ones(1, length, dtype=torch.uint8)
+    if positions is not None:
+        codes = F.pad(positions.diff(dim=1).clamp(0, 2).to(torch.uint8), (1, 0), value=1)
+    if padding is not None:
+        codes = codes.to(padding.device) + 4 * (padding == 0).to(torch.uint8)
+    codes = codes.cpu()
+    steps, padded = codes % 4, codes > 3
+    before = F.pad(padded, (1, 0))[:, :-1]
+    flips = _listed(padded != before) if padded.any() else ((),)
+    if positions is None:
+        return Said(rows, length, ((),), ((-1, -1),), 0, "", flips)
     gap = ""
-    if (steps == 2).any():
-        row, token = (steps == 2).nonzero()[0].tolist()
-        before, after = positions[row, token : token + 2].tolist()
+    leaps = ((steps == 2) & ~padded & ~before).nonzero()
+    if len(leaps):
+        row, token = leaps[0].tolist()
+        first, second = positions[row % len(positions), token - 1 : token + 1].tolist()
         gap = (
-            f"position_ids of row {row} rise from {before} to {after} at token {token + 1}; expected steps of 1, or a fall where "
+            f"position_ids of row {row} rise from {first} to {second} at token {token}; expected steps of 1, or a fall where "
             "a document begins. Whether a gap is a border cannot be told: number each document without gaps"
         )
-    borders = tuple(tuple(((row != 1).nonzero().flatten() + 1).tolist()) for row in steps)
+    borders = _listed(steps[: len(positions)] != 1 if flips == ((),) else steps != 1)
     ends = tuple(map(tuple, positions[:, [0, -1]].tolist()))
-    return Said(rows, length, borders, ends, int(positions.max()) + 1, gap)  # type: ignore[arg-type]
+    return Said(rows, length, borders, ends, int(positions.max()) + 1, gap, flips)  # type: ignore[arg-type]
+
+
+def _listed(found: torch.Tensor) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(row.nonzero().flatten().tolist()) for row in found)
 
 
 def _documents(said: Sequence[Said]) -> tuple[tuple[int, ...], ...]:
     """Return for each row of whole sequences the first token of each document. Without positions a row is one document.
 
     Raises:
-        MemoError: positions rise by more than one from one part to the next.
+        MemoError: positions rise by more than one from one part to the next, or there is padding inside a document.
     """
-    rows = max(len(one.borders) for one in said)
-    starts: list[list[int]] = [[0] for _ in range(rows)]
-    for row, found in enumerate(starts):
-        passed, before = 0, None
+    rows = max(max(len(one.borders), len(one.flips)) for one in said)
+    length = sum(one.length for one in said)
+    documents = []
+    for row in range(rows):
+        found, flips, passed, before = {0}, set[int](), 0, None
         for rank, one in enumerate(said):
             if not one.length:
                 continue
-            (first, last), borders = (of_rows[row % len(of_rows)] for of_rows in (one.ends, one.borders))
-            if before is not None and first > before + 1:
+            (first, last), borders, turns = (of_rows[row % len(of_rows)] for of_rows in (one.ends, one.borders, one.flips))
+            was_padding = len(flips) % 2 == 1
+            flips ^= {passed + turn for turn in turns} ^ {passed} if was_padding else {passed + turn for turn in turns}
+            if before is not None and first > before + 1 and not (was_padding or passed in flips):
                 raise MemoError(
                     f"position_ids of row {row} rise from {before} to {first} between the parts of ranks {rank - 1} and {rank}; "
                     "expected steps of 1, or a fall where a document begins"
                 )
             if before is not None and first != before + 1:
-                found.append(passed)
-            found += [passed + border for border in borders]
+                found.add(passed)
+            found.update(passed + border for border in borders)
             passed, before = passed + one.length, last if one.ends != ((-1, -1),) else None
-    return tuple(map(tuple, starts))
+        _refuse_holes(row, sorted(flips), found, length)
+        documents.append(tuple(sorted(found | flips)))
+    return tuple(documents)
 
 
-def _own(value: Any, rows: int, length: int, parts: Parts) -> Any:
-    """Return this rank's part of an argument with whole sequences, which may lie in dicts, lists and tuples."""
-
-    def cut(tensor: Any) -> Any:
-        if not isinstance(tensor, torch.Tensor):
-            return tensor
-        dim = 1 if tensor.dim() > 1 and tensor.shape[:2] in ((rows, length), (1, length)) else tensor.dim() - 1
-        if tensor.dim() < 2 or tensor.shape[dim] != length:
-            return tensor
-        if parts.length > length:
-            tensor = torch.cat(
-                [tensor, tensor.new_zeros(*tensor.shape[:dim], parts.length - length, *tensor.shape[dim + 1 :])], dim
+def _refuse_holes(row: int, flips: Sequence[int], borders: set[int], length: int) -> None:
+    """Refuse padding with text of one document on both sides: the text behind it would see the text before it."""
+    for first, stop in itertools.zip_longest(flips[::2], flips[1::2], fillvalue=length):
+        if first > 0 and stop < length and not any(first <= border <= stop for border in borders):
+            raise MemoError(
+                f"attention_mask of row {row} is 0 at tokens {first} to {stop - 1} and 1 on both sides, which position_ids count "
+                f'as one document. Pad sequences at their ends, or use "{FIELD}": 1'
             )
-        return parts.own_of(tensor, dim)
 
-    return tree_map(cut, value)
+
+def _dim_of_tokens(tensor: torch.Tensor, rows: int, length: int) -> int | None:
+    """Return the dimension of tokens: the one behind the batch's, or the only one."""
+    shape = tensor.shape
+    if len(shape) == 1:
+        return 0 if shape[0] == length else None
+    return next((dim for dim in range(1, len(shape)) if shape[dim] == length and shape[dim - 1] in (rows, 1)), None)
 
 
 def _by_name(signature: inspect.Signature, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -375,7 +461,7 @@ def _take_over(config: Any, how: str) -> None:
 def _find_documents_at_the_entrance() -> None:
     """Keep Transformers from finding the documents of a part."""
     found = masking_utils.find_packed_sequence_indices
-    masking_utils.find_packed_sequence_indices = lambda positions: None if _is_in_parts() else found(positions)
+    masking_utils.find_packed_sequence_indices = lambda positions: None if _running() else found(positions)
 
 
 def _attend(
@@ -389,15 +475,21 @@ def _attend(
     return attention(module, query, key, value, mask, **kwargs)
 
 
-def _is_in_parts() -> bool:
-    """Return True inside a forward of a sequence-parallel model. Callers are asked: no interrupt can leave a wrong answer."""
+def _running() -> tuple[Decoder, bool] | None:
+    """Return the decoder of the sequence-parallel model whose forward runs, and if it is the decoder's. In a tower: None.
+
+    Callers are asked: no interrupt can leave a wrong answer.
+    """
     frame = sys._getframe(1)
     while frame is not None:
         caller = frame.f_locals.get("self")
-        if isinstance(caller, PreTrainedModel) and caller in _models:
-            return not _models[caller].is_off
+        if isinstance(caller, PreTrainedModel):
+            if (decoder := _models.get(caller)) is not None:
+                return None if decoder.is_off else (decoder, caller is decoder.module)
+            if PARTS not in vars(caller):
+                return None
         frame = frame.f_back  # type: ignore[assignment]
-    return False
+    return None
 
 
 def _ranks(module: nn.Module) -> int:
@@ -415,37 +507,92 @@ def _mask(
     **others: Any,
 ) -> Any:
     """Stand for a mask in Transformers' table."""
-    if not _is_in_parts():
+    running = _running()
+    if running is None:
         named = {"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length, "mask_function": mask_function}
         window = {} if local_size is None else {"local_size": local_size}
-        return (
-            ALL_MASK_ATTENTION_FUNCTIONS[before](**named, **window, **others) if before in ALL_MASK_ATTENTION_FUNCTIONS else None
+        known = before in ALL_MASK_ATTENTION_FUNCTIONS
+        return ALL_MASK_ATTENTION_FUNCTIONS[before](**named, **window, **others) if known else None
+    padding = others.get("attention_mask")
+    if isinstance(padding, Mask):  # made outside of the decoder
+        return padding
+    decoder, is_decoder = running
+    read = list(_tensors_in(mask_function))
+    device = read[0].device if read else torch.device("cpu")
+    if any(tensor.dim() > 1 for tensor in read):
+        if decoder.takes_whole and not is_decoder:
+            return _table(mask_function, batch_size, q_length, device, padding)
+        raise MemoError(
+            f"{FIELD}: {type(decoder.module).__name__} makes a mask that depends on the tokens, and a rank has a part of them. "
+            f'Use "{FIELD}": 1'
         )
-
-    def sees(query: int, key: int) -> bool:
-        return bool(torch.as_tensor(mask_function(0, 0, torch.tensor(query), torch.tensor(key))))
-
     if local_size is not None:
-        mask = Mask("window" if sees(local_size, local_size - 1) else "chunk", local_size)
+        mask = Mask("chunk" if _borders(mask_function, 0, local_size + 1, device) else "window", local_size)
     else:
-        mask = Mask("both" if sees(0, 1) else "causal")
+        mask = Mask("both" if torch.as_tensor(mask_function(0, 0, *torch.arange(2, device=device))) else "causal")
     if q_length <= _CHECKED:
-        _compare(mask, mask_function, batch_size, q_length)
+        _compare(mask, mask_function, batch_size, q_length, device)
     return mask
 
 
-def _compare(mask: Mask, mask_function: Any, rows: int, length: int) -> None:
-    """Refuse a mask that is not what it was taken for."""
-    query, key = torch.arange(length)[:, None], torch.arange(length)
-    want = {
-        "causal": key <= query,
-        "both": key >= 0,
-        "window": (key <= query) & (key > query - mask.size),
-        "chunk": (key <= query) & (key // max(1, mask.size) == query // max(1, mask.size)),
-    }[mask.kind]
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors that a mask's functions read."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for inner in value:
+            yield from _tensors_in(inner)
+    elif inspect.isfunction(value):
+        for cell in value.__closure__ or ():
+            yield from _tensors_in(cell.cell_contents)
+
+
+def _table(mask_function: Any, rows: int, length: int, device: torch.device, padding: torch.Tensor | None) -> Mask:
+    """Read a mask of whole sequences, a few queries at a time.
+
+    Raises:
+        MemoError: keys that a query sees are not next to each other.
+    """
+    key, few = torch.arange(length, device=device), max(1, _PAIRS // length)
+    edges: list[torch.Tensor] = []
     for row in range(rows):
-        got = torch.as_tensor(mask_function(row, 0, query, key)).expand(length, length)
-        if not torch.equal(got.cpu(), want.expand(length, length)):
+        for query in key[:, None].split(few):
+            seen = torch.as_tensor(mask_function(row, 0, query, key), device=device).expand(len(query), length)
+            if padding is not None:
+                text = padding[row].to(device).bool()
+                seen = torch.where(text[query], seen & text, query == key)
+            seen = seen.to(torch.uint8)
+            edges.append(torch.stack([seen.argmax(1), length - 1 - seen.flip(1).argmax(1), seen.sum(1)]))
+    lo, hi, count = torch.cat(edges, 1).view(3, rows, length).cpu()
+    holes = (count != hi - lo + 1).nonzero()
+    if len(holes):
+        row, token = holes[0].tolist()
+        raise MemoError(
+            f"{FIELD}: the model makes a mask with holes: token {token} of row {row} sees {count[row, token]} of the tokens "
+            f'{lo[row, token]} to {hi[row, token]}. Use "{FIELD}": 1'
+        )
+    return Mask("table", table=(lo, hi), plans={})
+
+
+def _borders(mask_function: Any, row: int, length: int, device: torch.device) -> list[int]:
+    """Return the tokens that do not see the one before."""
+    query = torch.arange(1, length, device=device)
+    seen = torch.as_tensor(mask_function(row, 0, query, query - 1)).expand(length - 1)
+    return [token + 1 for token in (~seen).nonzero().flatten().tolist()]
+
+
+def _compare(mask: Mask, mask_function: Any, rows: int, length: int, device: torch.device) -> None:
+    """Refuse a mask that is not what it was taken for."""
+    query, key = torch.arange(length, device=device)[:, None], torch.arange(length, device=device)
+    for row in range(rows):
+        want = key >= 0 if mask.kind == "both" else key <= query
+        if mask.kind == "window":
+            want = want & (key > query - mask.size)
+        elif mask.kind == "chunk":  # counted from the first token that is no padding
+            first = min(_borders(mask_function, row, length, device), default=0)
+            want = want & ((key - first) // mask.size == (query - first) // mask.size)
+        got = torch.as_tensor(mask_function(row, 0, query, key), device=device).expand(length, length)
+        if not torch.equal(got, want.expand(length, length)):
             raise MemoError(
                 f"{FIELD}: the model makes a mask that is no interval of keys for each query, or another one than parts of a "
                 f'sequence can be given ({mask.kind} was expected). Use "{FIELD}": 1'

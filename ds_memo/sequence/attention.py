@@ -61,6 +61,7 @@ def attend(
     _refuse(module, dropout, others)
     if query.shape[2] != parts.own:
         parts = parts.shortened(query.shape[2])
+        mask = mask if mask.table is None else Mask()  # layers of a profile need the work alone
     ranks, heads, key_heads = parts.ranks, query.shape[1], key.shape[1]
     owned = blocks(heads, ranks.ulysses)
     keys = _keys(owned, heads, key_heads)

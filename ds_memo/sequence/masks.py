@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,13 +25,15 @@ class Mask:
 
     Args:
         kind: "causal"; "window", the last `size` tokens; "chunk", those of the same `size` tokens, counted from the document's
-            first; "both", all tokens of the sequence; "table".
-        table: first and last key of each query (b, s) of each, on the host; for "table" alone.
+            first; "both", all tokens of the document; "table".
+        table: first and last key of each query (rows, s), on the host; for "table" alone. Documents limit it, too.
+        plans: of a table, by Parts: they end with it.
     """
 
     kind: str = "causal"
     size: int = 0
-    table: tuple[torch.Tensor, torch.Tensor] | None = None
+    table: tuple[torch.Tensor, torch.Tensor] | None = field(default=None, compare=False)
+    plans: dict[Parts, Plan] | None = field(default=None, compare=False)
 
     # As a tensor's, because models look.
     ndim = 4
@@ -39,9 +41,6 @@ class Mask:
 
     def dim(self) -> int:
         return self.ndim
-
-    def __hash__(self) -> int:
-        return hash((self.kind, self.size, id(self.table)))
 
 
 class Run(NamedTuple):
@@ -83,10 +82,11 @@ class Plan:
 
 def plan(parts: Parts, mask: Mask) -> Plan:
     """Return the plan of a mask, worked out once for a forward."""
-    found = parts.plans.get(mask)
+    known: dict[Any, Plan] = parts.plans if mask.plans is None else mask.plans
+    key: Mask | Parts = mask if mask.plans is None else parts
+    found = known.get(key)
     if found is None:
-        found = parts.plans[mask] = _plan(parts, mask)
-    assert isinstance(found, Plan)
+        found = known[key] = _plan(parts, mask)
     return found
 
 
@@ -108,36 +108,38 @@ def _plan(parts: Parts, mask: Mask) -> Plan:
 def runs(parts: Parts, mask: Mask) -> Iterator[list[Run]]:
     """Yield each row's runs."""
     if mask.table is not None:
-        for lo, hi in zip(*mask.table, strict=True):
-            yield _runs_of_table(lo, hi, parts)
-        return
-    if mask.kind == "both":
-        yield [Run((0, parts.unpadded), (0, parts.unpadded), None, None)]
+        for row in range(max(len(mask.table[0]), len(parts.documents))):
+            lo, hi = (edge[row % len(edge)] for edge in mask.table)
+            yield _runs_of_table(lo, hi, parts.documents[row % len(parts.documents)], parts)
         return
     for starts in parts.documents:
         found = []
         for start, stop in itertools.pairwise((*starts, parts.length)):
             edges = [*range(start, stop, mask.size), stop] if mask.kind == "chunk" else [start, stop]
             before = mask.size - 1 if mask.kind == "window" else None
-            found += [Run(edge, edge, before, 0) for edge in itertools.pairwise(edges)]
+            after = None if mask.kind == "both" else 0
+            found += [Run(edge, edge, before, after) for edge in itertools.pairwise(edges)]
         yield found
 
 
-def _runs_of_table(lo: torch.Tensor, hi: torch.Tensor, parts: Parts) -> list[Run]:
-    """Cut queries where their first or last key neither stays nor moves by one."""
+def _runs_of_table(lo: torch.Tensor, hi: torch.Tensor, starts: Sequence[int], parts: Parts) -> list[Run]:
+    """Cut queries where their first or last key neither stays nor moves by one, and where what it does changes."""
+    borders = torch.tensor((*starts, parts.length))
+    document = torch.bucketize(torch.arange(len(lo)), borders, right=True)
+    edges = lo.maximum(borders[document - 1]), hi.minimum(borders[document] - 1)
+    steps = torch.stack([edge.diff() for edge in edges])
+    moves = torch.where(((steps == 0) | (steps == 1)).all(0), steps[0] + 2 * steps[1], -1)
+    is_first = torch.ones(len(lo), dtype=torch.bool)
+    is_first[1:] = moves < 0
+    is_first[2:] |= (moves[:-1] >= 0) & (moves[1:] != moves[:-1])
+    first = is_first.nonzero().flatten()
+    last = torch.cat([first[1:], torch.tensor([len(lo)])]) - 1
+    move = torch.cat([moves, torch.tensor([0])])[first].where(last > first, 0)
     found = []
-    steps = [(edge[1:] - edge[:-1]).tolist() for edge in (lo, hi)]
-    start = 0
-    kind: list[int | None] = [None, None]
-    for query in range(1, len(lo) + 1):
-        now = [step[query - 1] for step in steps] if query < len(lo) else [-1, -1]
-        if all(step in (0, 1) and (before is None or step == before) for step, before in zip(now, kind, strict=True)):
-            kind = list(now)
-            continue
-        first, last = int(lo[start]), int(hi[query - 1])
-        before, after = start - first if kind[0] == 1 else None, last - (query - 1) if kind[1] == 1 else None
-        found.append(Run((start, query), (first, last + 1), before, after))
-        start, kind = query, [None, None]
+    for query, until, from_key, to_key, moving in torch.stack([first, last, edges[0][first], edges[1][last], move], 1).tolist():
+        before = query - from_key if moving & 1 else None
+        after = to_key - until if moving & 2 else None
+        found.append(Run((query, until + 1), (from_key, to_key + 1), before, after))
     if parts.length > parts.unpadded:
         found.append(Run((parts.unpadded, parts.length), (parts.unpadded, parts.length), None, 0))
     return found

@@ -50,7 +50,7 @@ class Parts:
         self.documents = tuple((*row, *padding) for row in documents)
         self.own = self.length // ranks.size
         """Tokens of a part."""
-        self.plans: dict[object, object] = {}
+        self.plans: dict[Any, Any] = {}
         """What attention has worked out, by its mask."""
         self._shortened: dict[int, Parts] = {}
         self.among_others = False

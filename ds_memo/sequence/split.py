@@ -27,4 +27,3 @@ def ulysses_size(ranks: int, heads: int, key_heads: int, ranks_on_node: int) -> 
     if best == 1 and 1 < ranks <= min(ranks_on_node, heads):
         return ranks
     return best
-

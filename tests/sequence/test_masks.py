@@ -24,12 +24,13 @@ def dense(mask: Mask, length: int, documents: tuple[tuple[int, ...], ...]) -> to
     rows = []
     for row, starts in enumerate(documents):
         first = torch.tensor([max(start for start in starts if start <= token) for token in range(length)])
-        causal = (key <= query) & (first[:, None] == first[None, :])
+        within = first[:, None] == first[None, :]
+        causal = (key <= query) & within
         if mask.kind == "both":
-            rows.append(torch.ones(length, length, dtype=torch.bool))
+            rows.append(within)
         elif mask.kind == "table":
             lo, hi = (edge[row if len(mask.table[0]) > 1 else 0] for edge in mask.table)
-            rows.append((key >= lo[:, None]) & (key <= hi[:, None]))
+            rows.append((key >= lo[:, None]) & (key <= hi[:, None]) & within)
         elif mask.kind == "window":
             rows.append(causal & (query - key < mask.size))
         elif mask.kind == "chunk":
@@ -95,7 +96,7 @@ def differs(generator: random.Random, ulysses: int, ring: int, kind: str) -> boo
     length, rows, zigzag = generator.choice(LENGTHS), generator.choice((1, 2, 3)), generator.random() < 0.8
     documents = ((0,),) if generator.random() < 0.3 or length == 1 else random_documents(generator, length, rows)
     table = random_table(generator, length, generator.choice((1, rows))) if kind == "table" else None
-    mask = Mask(kind, generator.choice((1, 3, 8, 100)), table)
+    mask = Mask(kind, generator.choice((1, 3, 8, 100)), table, None if table is None else {})
     rows = max(len(documents), 1 if table is None else len(table[0]))
     documents = documents * (rows // len(documents))
     want = dense(mask, length, documents)
@@ -142,3 +143,15 @@ def test_windows_need_no_keys_from_afar():
 def test_a_plan_is_worked_out_once():
     parts = of_all(1, 2, 64)[0]
     assert plan(parts, Mask("window", 8)) is plan(parts, Mask("window", 8)) is not plan(parts, Mask("window", 9))
+
+
+def test_few_runs_of_a_table():
+    """Text, an image whose tokens see each other, text: three runs. The plan of a table ends with it."""
+    parts = of_all(1, 1, 64)[0]
+    lo, hi = torch.zeros(1, 64, dtype=torch.long), torch.arange(64)[None].clone()
+    hi[:, 20:30] = 29
+    mask = Mask("table", table=(lo, hi), plans={})
+    assert [len(of_row) for of_row in masks.runs(parts, mask)] == [3]
+    assert plan(parts, mask) is plan(parts, mask) and not parts.plans
+    window = (torch.arange(64)[None] - 9).clamp(min=0), torch.arange(64)[None]
+    assert [len(of_row) for of_row in masks.runs(parts, Mask("table", table=window, plans={}))] == [2]
