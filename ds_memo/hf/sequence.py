@@ -39,6 +39,8 @@ from ds_memo.sequence.ranks import SequenceRanks
 FIELD = "sequence_parallel_size"
 _CHECKED = 256
 """Longest part for which a mask is compared, value by value, with what it was taken for. The probe's are shorter."""
+_NOT_TEXT = ("pixel_", "image", "video", "audio", "input_features", "input_values")
+"""Begins of a forward's arguments that are no text."""
 _KNOWN = 8
 """Forwards whose parts are remembered, so that the next one of the same lengths and documents has the same object."""
 
@@ -94,11 +96,11 @@ class Decoder:
         self._modules = list(self.module.modules())
         around = [module for module in base.modules() if self.module in module.modules()]
         towers = set(base.modules()) - {*self._modules, *around}
-        has_towers = any(isinstance(module, PreTrainedModel) for module in towers)
-        self.takes_whole = has_towers or base.input_modalities not in ("text", ("text",), ["text"])
-        """True if it is given whole sequences on every rank: it reads more than text."""
         self._signature = inspect.signature(self.module.forward)
         self._outer_signature = inspect.signature(base.forward)
+        has_towers = any(isinstance(module, PreTrainedModel) for module in towers)
+        self.takes_whole = has_towers or any(name.startswith(_NOT_TEXT) for name in self._outer_signature.parameters)
+        """True if it is given whole sequences on every rank: it reads more than text."""
         asked = self._outer_signature.parameters.values()
         self._takes_positions = any(p.name == "position_ids" or p.kind is p.VAR_KEYWORD for p in asked)
         self._has_rotary = any("rotary" in name for name, _ in self.module.named_modules())
