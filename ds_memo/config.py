@@ -136,8 +136,8 @@ class MemoConfig(_Section):
     alpha and resident_layers are given."""
 
     ulysses_size: int | None = Field(None, ge=1, le=MOST_LAYERS, strict=True)
-    """Of the ranks that share a sequence ("sequence_parallel_size"), those that trade heads; what is left is a ring. Absent:
-    chosen."""
+    """Number of ranks that trade heads, of those that share a sequence ("sequence_parallel_size"); what is left is a ring.
+    Absent: chosen."""
 
     nvme: NvmeConfig | None = None
     """Absent: host memory bounds what is swapped."""

@@ -68,8 +68,8 @@ class Said(NamedTuple):
     """By row, the first and last position."""
     longest: int
     """Largest position plus 1."""
-    gap: str
-    """Where positions rise by more than 1, in words."""
+    gap: tuple[int, int, int, int] | None
+    """Where positions rise by more than 1: row, token, the position before it and its own."""
     flips: tuple[tuple[int, ...], ...] = ((),)
     """By row, tokens where padding begins or ends. Text goes before the part."""
 
@@ -265,8 +265,6 @@ class Decoder:
     def _from_all(self, mine: Said) -> list[Said]:
         said: list[Any] = [None] * self.ranks.size
         dist.all_gather_object(said, mine, group=self.ranks.host_group)
-        if gap := next((f"rank {rank}: {one.gap}" for rank, one in enumerate(said) if one.gap), ""):
-            raise MemoError(gap)
         if any(one.rows != mine.rows for one in said):
             came = ", ".join(f"{one.rows} x {one.length} on rank {rank}" for rank, one in enumerate(said))
             raise MemoError(
@@ -348,7 +346,7 @@ def _text_decoder(base: PreTrainedModel) -> nn.Module:
 def _said(rows: int, length: int, positions: torch.Tensor | None, padding: torch.Tensor | None = None) -> Said:
     """Read a part's positions (rows or 1, n) and its mask of padding (rows, n). Waits for a byte per token."""
     if not length or (positions is None and padding is None):
-        return Said(rows, length, ((),), ((-1, -1),), 0, "")
+        return Said(rows, length, ((),), ((-1, -1),), 0, None)
     codes = torch.ones(1, length, dtype=torch.uint8)
     if positions is not None:
         codes = F.pad(positions.diff(dim=1).clamp(0, 2).to(torch.uint8), (1, 0), value=1)
@@ -359,16 +357,13 @@ def _said(rows: int, length: int, positions: torch.Tensor | None, padding: torch
     before = F.pad(padded, (1, 0))[:, :-1]
     flips = _listed(padded != before) if padded.any() else ((),)
     if positions is None:
-        return Said(rows, length, ((),), ((-1, -1),), 0, "", flips)
-    gap = ""
+        return Said(rows, length, ((),), ((-1, -1),), 0, None, flips)
+    gap = None
     leaps = ((steps == 2) & ~padded & ~before).nonzero()
     if len(leaps):
         row, token = leaps[0].tolist()
         first, second = positions[row % len(positions), token - 1 : token + 1].tolist()
-        gap = (
-            f"position_ids of row {row} rise from {first} to {second} at token {token}; expected steps of 1, or a fall where "
-            "a document begins. Whether a gap is a border cannot be told: number each document without gaps"
-        )
+        gap = row, token, first, second
     borders = _listed(steps[: len(positions)] != 1 if flips == ((),) else steps != 1)
     ends = tuple(map(tuple, positions[:, [0, -1]].tolist()))
     return Said(rows, length, borders, ends, int(positions.max()) + 1, gap, flips)  # type: ignore[arg-type]
@@ -384,6 +379,13 @@ def _documents(said: Sequence[Said]) -> tuple[tuple[int, ...], ...]:
     Raises:
         MemoError: positions rise by more than one from one part to the next, or there is padding inside a document.
     """
+    for rank, one in enumerate(said):
+        if one.gap is not None:
+            row, token, before, after = one.gap
+            raise MemoError(
+                f"position_ids of row {row} rise from {before} to {after} at token {token} of rank {rank}'s part; expected steps "
+                "of 1, or a fall where a document begins. Whether a gap is a border cannot be told: number documents without gaps"
+            )
     rows = max(max(len(one.borders), len(one.flips)) for one in said)
     length = sum(one.length for one in said)
     documents = []

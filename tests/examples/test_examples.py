@@ -58,7 +58,7 @@ def printed(name: str) -> str:
 
 
 def marks(name: str) -> list[pytest.MarkDecorator]:
-    too_few = name == "ulysses" and torch.cuda.device_count() == 1
+    too_few = name == "sequence" and torch.cuda.device_count() == 1
     return [pytest.mark.skipif(too_few, reason="two GPUs or none")] + ([] if name in EVERYDAY else [pytest.mark.slow])
 
 
@@ -81,7 +81,7 @@ def test_two_ranks_hold_half_a_sequence_each() -> None:
     """The same model and length as in the loop on one rank."""
     stored = [
         float(re.search(r"^layers 0-1 +(\S+) MiB each on the host", printed(name), re.M)[1])
-        for name in ("ulysses", "deepspeed_loop")
+        for name in ("sequence", "deepspeed_loop")
     ]
     assert stored[0] == pytest.approx(stored[1] / 2, rel=1e-3)
 

@@ -32,7 +32,7 @@ class TestTwoRanks(DistributedTest):
 
     @pytest.mark.parametrize("ulysses", [2, 1])
     def test_parts_as_a_caller_has_them(self, ulysses):
-        """Of any lengths, one of them without a token."""
+        """Parts of any lengths, one of them without a token."""
         for parts in ((40, 5), (1, 44), (45, 0), (0, 45)):
             assert_exact("llama", ulysses, ((20, 25), (45,)), parts=parts)
 

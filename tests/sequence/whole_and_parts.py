@@ -60,7 +60,7 @@ def make(name: str) -> nn.Module:
 
 class Outcome(NamedTuple):
     logits: torch.Tensor
-    """Of whole sequences (b, s, vocabulary)."""
+    """Those of whole sequences (b, s, vocabulary)."""
     grads: dict[str, torch.Tensor]
 
     def off(self, want: Outcome) -> tuple[float, float, str]:
