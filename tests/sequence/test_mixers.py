@@ -32,7 +32,7 @@ REST = (
 WHOLE = ("minimax", "zaya", "rwkv")
 ONE = ((0,),)
 PACKED = ((0, 13, 14, 29), (0, 7))
-"""Of two rows; the second document of the first is one token long."""
+"""Documents of two rows; the second document of the first is one token long."""
 ALIKE = ((0, 17, 20),)
 LENGTH = 37
 """Divides by no number of ranks here: there is padding."""
