@@ -45,9 +45,9 @@ class Scan:
 
     lead: str
     arguments: Mapping[str, Argument]
-    packed: str | None
-    state: str | None
-    final: str | None
+    packed: str | None = None
+    state: str | None = None
+    final: str | None = None
     two: bool = False
 
 
@@ -209,12 +209,8 @@ def scan(name: str, function: Callable[..., Any], args: Sequence[Any], kwargs: M
     lead, where = call.values[how.lead], how.arguments[how.lead]
     parts = fitting(parts, lead.shape[where.tokens], name)
     owned = exchange.blocks(lead.shape[where.heads], parts.ranks.size)
-    values = {
-        argument: _share(value, how.arguments[argument], owned, parts)
-        if isinstance(value, torch.Tensor) and argument in how.arguments
-        else value
-        for argument, value in call.values.items()
-    }
+    given = [argument for argument in how.arguments if call.values.get(argument) is not None]  # in one order on all ranks
+    values = call.values | {argument: _share(call.values[argument], how.arguments[argument], owned, parts) for argument in given}
     states = _by_documents(call, values, how, parts) if owned[parts.ranks.number] else _nothing(values, how)
     states = parts.by_rank(states.movedim((where.tokens, where.heads), (1, 2)), 1)
     states = exchange.to_tokens(states, [len(heads) for heads in owned], parts.ranks.group)
@@ -243,7 +239,7 @@ def _share(x: torch.Tensor, where: Argument, owned: exchange.Owned, parts: Parts
 
 def _nothing(values: Mapping[str, Any], how: Scan) -> torch.Tensor:
     """Return the output for no heads, whose gradient reaches all that a scan's would."""
-    given = [value for name, value in values.items() if name in how.arguments and isinstance(value, torch.Tensor)]
+    given = [values[name] for name in how.arguments if values.get(name) is not None]
     return values[how.lead] + sum(value.flatten()[:0].sum() for value in given if value.is_floating_point())
 
 
@@ -259,11 +255,10 @@ def _by_documents(call: Call, values: dict[str, Any], how: Scan, parts: Parts) -
     tokens = {name: dim for name, (dim, _) in how.arguments.items() if dim is not None and values.get(name) is not None}
     batch, device = values[how.lead].shape[0], values[how.lead].device
     if _takes(call.function, how.packed):
-        told = {how.packed: _PACKED[how.packed](parts.documents, parts.length, batch, device)}
         if how.packed == "seq_idx":
-            return states(**told)
+            return states(seq_idx=_numbers(parts.documents, parts.length, batch, device))
         one_row = {name: values[name].flatten(0, 1)[None] for name in tokens}  # fla wants it
-        return states(**told, **one_row)[0].unflatten(0, (batch, -1))
+        return states(cu_seqlens=_borders(parts.documents, parts.length, batch, device), **one_row)[0].unflatten(0, (batch, -1))
     rows = []
     for of_batch, starts in _rows(parts, batch):
         each = []
@@ -289,9 +284,6 @@ def _numbers(documents: tuple[tuple[int, ...], ...], length: int, batch: int, de
     for numbers, starts in zip(rows, documents, strict=True):
         numbers[list(starts[1:])] = 1
     return rows.cumsum(1, dtype=torch.int32).expand(batch, -1).to(device)
-
-
-_PACKED = {"cu_seqlens": _borders, "seq_idx": _numbers}
 
 
 # ---- which function takes what
@@ -324,16 +316,12 @@ _MAMBA_1 = Scan(
     arguments=dict.fromkeys(("hidden_states", "dt", "z"), Argument(2, 1))
     | dict.fromkeys(("B", "C"), Argument(2, None))
     | dict.fromkeys(("A", "D", "delta_bias"), _PER_HEAD),
-    packed=None,
-    state=None,
     final="return_last_state",
 )
 _RG_LRU = Scan(
     lead="hidden_states",
     arguments={"hidden_states": _HEADS, "recurrent_gate": _HEADS, "reset": _SHARED},
-    packed=None,
     state="recurrent_states",
-    final=None,
     two=True,
 )
 SCANS = {
