@@ -11,7 +11,7 @@ import sys
 import threading
 import types
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -79,7 +79,7 @@ def _catch(cls: type) -> bool:
     caught = _catch_globals(sys.modules[cls.__module__])
     for name in _METHODS:
         if name in vars(cls):
-            setattr(cls, name, _around_method(vars(cls)[name]))
+            setattr(cls, name, _around(name, vars(cls)[name]))
     called = {name for value in vars(cls).values() for name in _names_in(value)}
     return not called.isdisjoint({*caught, *_METHODS})
 
@@ -106,29 +106,19 @@ def _names_in(value: Any) -> Iterator[str]:
 
 
 def _around(known: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    run = convolution if known in CONVOLUTIONS else scan
+
     @functools.wraps(function)
     def on_parts(*args: Any, **kwargs: Any) -> Any:
         parts = _UNDER_WAY.parts
-        return function(*args, **kwargs) if parts is None else _on_parts(known, function, args, kwargs, parts)
+        if parts is None:
+            return function(*args, **kwargs)
+        if known in FUSED:
+            return None
+        CAUGHT[known] += 1
+        return run(known, function, args, kwargs, parts)
 
     return on_parts
-
-
-def _around_method(method: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def on_parts(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        parts = _UNDER_WAY.parts
-        bound = types.MethodType(method, self)
-        return bound(*args, **kwargs) if parts is None else _on_parts(method.__name__, bound, args, kwargs, parts)
-
-    return on_parts
-
-
-def _on_parts(known: str, function: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any], parts: Parts) -> Any:
-    if known in FUSED:
-        return None
-    CAUGHT[known] += 1
-    return (scan if known in SCANS else convolution)(known, function, args, kwargs, parts)
 
 
 # ---- hooks
@@ -192,14 +182,7 @@ def _enter_whole(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, d
         )
     _UNDER_WAY.modules.append((module, (parts, hidden.shape[0])))
     CAUGHT[type(module).__name__] += 1
-
-    def whole(value: Any) -> Any:
-        if isinstance(value, tuple):
-            return tuple(map(whole, value))
-        has_tokens = isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[1] == parts.own
-        return exchange.gather(value, 1, parts) if has_tokens else value
-
-    return tuple(map(whole, args)), {name: whole(value) for name, value in kwargs.items()}
+    return _each((args, kwargs), hidden.shape[0], parts.own, lambda x: exchange.gather(x, 1, parts))
 
 
 def _leave_whole(module: nn.Module, args: Any, out: Any) -> Any:
@@ -207,11 +190,14 @@ def _leave_whole(module: nn.Module, args: Any, out: Any) -> Any:
     if entered is None or out is None:
         return None
     parts, batch = entered
+    return _each(out, batch, parts.length, lambda x: parts.own_of(x, 1))
 
-    def own(value: Any) -> Any:
-        if isinstance(value, tuple):
-            return tuple(map(own, value))
-        has_tokens = isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[:2] == (batch, parts.length)
-        return parts.own_of(value, 1) if has_tokens else value
 
-    return own(out)
+def _each(values: Any, batch: int, tokens: int, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return the values with each tensor (b, tokens, …) changed."""
+    if isinstance(values, tuple):
+        return tuple(_each(value, batch, tokens, change) for value in values)
+    if isinstance(values, dict):
+        return {name: _each(value, batch, tokens, change) for name, value in values.items()}
+    has_tokens = isinstance(values, torch.Tensor) and values.dim() > 1 and values.shape[:2] == (batch, tokens)
+    return change(values) if has_tokens else values

@@ -45,9 +45,9 @@ class Scan:
 
     lead: str
     arguments: Mapping[str, Argument]
-    packed: str | None
-    state: str | None
-    final: str | None
+    packed: str | None = None
+    state: str | None = None
+    final: str | None = None
     two: bool = False
 
 
@@ -209,18 +209,13 @@ def scan(name: str, function: Callable[..., Any], args: Sequence[Any], kwargs: M
     lead, where = call.values[how.lead], how.arguments[how.lead]
     parts = fitting(parts, lead.shape[where.tokens], name)
     owned = exchange.blocks(lead.shape[where.heads], parts.ranks.size)
-    values = {
-        argument: _share(value, how.arguments[argument], owned, parts)
-        if isinstance(value, torch.Tensor) and argument in how.arguments
-        else value
-        for argument, value in call.values.items()
-    }
-    out = _by_documents(call, values, how, parts) if owned[parts.ranks.number] else _nothing(values, how)
-    states, *rest = out if isinstance(out, tuple) else (out,)
+    given = [argument for argument in how.arguments if call.values.get(argument) is not None]  # in one order on all ranks
+    values = call.values | {argument: _share(call.values[argument], how.arguments[argument], owned, parts) for argument in given}
+    states = _by_documents(call, values, how, parts) if owned[parts.ranks.number] else _nothing(values, how)
     states = parts.by_rank(states.movedim((where.tokens, where.heads), (1, 2)), 1)
     states = exchange.to_tokens(states, [len(heads) for heads in owned], parts.ranks.group)
     states = states.movedim((1, 2), (where.tokens, where.heads))
-    return (states, *(None for _ in rest)) if isinstance(out, tuple) else states
+    return (states, None) if how.two else states
 
 
 def _share(x: torch.Tensor, where: Argument, owned: exchange.Owned, parts: Parts) -> torch.Tensor:
@@ -242,39 +237,36 @@ def _share(x: torch.Tensor, where: Argument, owned: exchange.Owned, parts: Parts
     return x.movedim((1, 2), (where.tokens, where.heads))
 
 
-def _nothing(values: Mapping[str, Any], how: Scan) -> torch.Tensor | tuple[torch.Tensor, None]:
+def _nothing(values: Mapping[str, Any], how: Scan) -> torch.Tensor:
     """Return the output for no heads, whose gradient reaches all that a scan's would."""
-    given = [value for name, value in values.items() if name in how.arguments and isinstance(value, torch.Tensor)]
-    out = values[how.lead] + sum(value.flatten()[:0].sum() for value in given if value.is_floating_point())
-    return (out, None) if how.two else out
+    given = [values[name] for name in how.arguments if values.get(name) is not None]
+    return values[how.lead] + sum(value.flatten()[:0].sum() for value in given if value.is_floating_point())
 
 
-def _by_documents(call: Call, values: dict[str, Any], how: Scan, parts: Parts) -> Any:
+def _by_documents(call: Call, values: dict[str, Any], how: Scan, parts: Parts) -> torch.Tensor:
+    """Run a scan of some heads so that no state passes from a document to the next: in one call where a kernel can be told."""
+
+    def states(**others: Any) -> torch.Tensor:
+        out = call.run(values | others)
+        return out[0] if how.two else out
+
     if parts.one_document:
-        return call.run(values)
-    tokens = {
-        name: how.arguments[name].tokens
-        for name, value in values.items()
-        if isinstance(value, torch.Tensor) and name in how.arguments and how.arguments[name].tokens is not None
-    }
-    batch = values[how.lead].shape[0]
+        return states()
+    tokens = {name: dim for name, (dim, _) in how.arguments.items() if dim is not None and values.get(name) is not None}
+    batch, device = values[how.lead].shape[0], values[how.lead].device
     if _takes(call.function, how.packed):
-        told = values | {how.packed: _PACKED[how.packed](parts.documents, parts.length, batch, values[how.lead].device)}
         if how.packed == "seq_idx":
-            return call.run(told)
-        out, *rest = call.run(told | {name: values[name].flatten(0, 1)[None] for name in tokens})  # it wants one row
-        return (out.unflatten(1, (batch, -1))[0], *rest)
-    rows, is_tuple = [], False
+            return states(seq_idx=_numbers(parts.documents, parts.length, batch, device))
+        one_row = {name: values[name].flatten(0, 1)[None] for name in tokens}  # fla wants it
+        return states(cu_seqlens=_borders(parts.documents, parts.length, batch, device), **one_row)[0].unflatten(0, (batch, -1))
+    rows = []
     for of_batch, starts in _rows(parts, batch):
-        outs = []
+        each = []
         for start, stop in itertools.pairwise((*starts, parts.length)):
             own = {name: values[name][of_batch].narrow(dim, start, stop - start) for name, dim in tokens.items()}
-            out = call.run(values | own)
-            is_tuple = isinstance(out, tuple)
-            outs.append(out[0] if is_tuple else out)
-        rows.append(torch.cat(outs, tokens[how.lead]))
-    whole = rows[0] if len(rows) == 1 else torch.cat(rows)
-    return (whole, None) if is_tuple else whole
+            each.append(states(**own))
+        rows.append(torch.cat(each, tokens[how.lead]))
+    return rows[0] if len(rows) == 1 else torch.cat(rows)
 
 
 @functools.lru_cache(maxsize=16)
@@ -292,9 +284,6 @@ def _numbers(documents: tuple[tuple[int, ...], ...], length: int, batch: int, de
     for numbers, starts in zip(rows, documents, strict=True):
         numbers[list(starts[1:])] = 1
     return rows.cumsum(1, dtype=torch.int32).expand(batch, -1).to(device)
-
-
-_PACKED = {"cu_seqlens": _borders, "seq_idx": _numbers}
 
 
 # ---- which function takes what
@@ -327,16 +316,12 @@ _MAMBA_1 = Scan(
     arguments=dict.fromkeys(("hidden_states", "dt", "z"), Argument(2, 1))
     | dict.fromkeys(("B", "C"), Argument(2, None))
     | dict.fromkeys(("A", "D", "delta_bias"), _PER_HEAD),
-    packed=None,
-    state=None,
     final="return_last_state",
 )
 _RG_LRU = Scan(
     lead="hidden_states",
     arguments={"hidden_states": _HEADS, "recurrent_gate": _HEADS, "reset": _SHARED},
-    packed=None,
     state="recurrent_states",
-    final=None,
     two=True,
 )
 SCANS = {
