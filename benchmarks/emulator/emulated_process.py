@@ -102,4 +102,4 @@ def without_values(host_gib: float = HOST_GIB) -> None:
     masking_utils.find_packed_sequence_indices = lambda position_ids: None  # else a mask for documents that are not there
     said = sequence._said
     # Waits for positions stay; what they would say is that each part begins a document, as all ranks have one rank's.
-    sequence._said = lambda rows, length, positions: (said(rows, length, positions), said(rows, length, None))[1]
+    sequence._said = lambda rows, length, *others: (said(rows, length, *others), said(rows, length, None))[1]

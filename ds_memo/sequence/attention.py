@@ -204,10 +204,12 @@ def _backward(
         if found is not None:
             sums[0] += found[1]
             sums[1] += found[2]
+        if step + 1 == len(plan.steps):  # complete: they come home rounded
+            sums = [x.to(k.dtype) for x in sums]
         travelling = _Sent(plan.ranks, sums)
     assert travelling is not None
-    sums = travelling.wait()  # home
-    return of_queries.to(q.dtype), sums[0].to(k.dtype), sums[1].to(v.dtype)
+    of_keys, of_values = travelling.wait()
+    return of_queries.to(q.dtype), of_keys, of_values
 
 
 def _around(ranks: SequenceRanks, *tensors: torch.Tensor) -> Any:

@@ -81,10 +81,11 @@ torch.backends.cudnn.enabled = False  # it wants a driver
 
 
 class InLayers:
-    """The step's part between the embedding and the last norm, forward and backward."""
+    """Tells the step's part between the embedding and the last norm, forward and backward, from the rest."""
 
     def __init__(self, decoder):
         self.calls, self.peak, self.sent = Calls(), 0, collections.Counter()
+        self.inside, self.outside, self.held = collections.Counter(), collections.Counter(), collections.Counter()
         decoder.embed_tokens.register_forward_hook(self.embedded)
         decoder.norm.register_forward_pre_hook(self.before_norm)
 
@@ -97,14 +98,17 @@ class InLayers:
         args[0].register_hook(lambda gradient: self.enter())
 
     def enter(self):
-        torch.cuda.reset_peak_memory_stats()
+        self.outside += self.calls.counts
+        self.calls.forget()
         self.before = collections.Counter(emulated_ranks.sent)
-        self.calls.__enter__()
+        torch.cuda.reset_peak_memory_stats()
 
     def leave(self):
-        self.calls.__exit__()
-        self.sent += emulated_ranks.sent - self.before
         self.peak = max(self.peak, torch.cuda.max_memory_allocated())
+        self.sent += emulated_ranks.sent - self.before
+        self.inside += self.calls.counts
+        self.held += self.calls.held
+        self.calls.forget()
 
 
 def train(part):
@@ -145,7 +149,8 @@ if sys.argv[-1] == "order":
     sys.exit()
 emulated_ranks.most_received.clear()
 layers = InLayers(model.model)
-train(part)
+with layers.calls:
+    train(part)
 report = ds_memo.report(engine)
 unit = part["labels"].numel() * model.config.hidden_size * 2
 print(f"{name}, {length:,} tokens on {ranks} ranks; unit {unit / GIB:.4f} GiB; alpha {report['alpha']}, tiles {report['tiles']}")
@@ -155,8 +160,9 @@ for (kind, way), nbytes in sorted(layers.sent.items()):
     print(f"in layers, sent by {kind} {way}: {nbytes / GIB:.3f} GiB, {nbytes / unit / count:.3f} units a layer")
 for dtype, most in emulated_ranks.most_received.items():
     print(f"received from one rank and alive, {dtype}: {most / GIB:.3f} GiB, {most / unit:.3f} units")
-for (call, who, where), times in sorted(layers.calls.counts.items()):
-    if call in SYNCHRONIZING:
-        print(f"in layers: {times:5d} {call} by {who}, {where}")
-for (who, where), seconds in layers.calls.held.most_common(12):
+for place, counts in (("in layers", layers.inside), ("outside", layers.outside + layers.calls.counts)):
+    for (call, who, where), times in sorted(counts.items()):
+        if call in SYNCHRONIZING:
+            print(f"{place}, the host waits {times:5d} times: {call} by {who}, {where}")
+for (who, where), seconds in layers.held.most_common(12):
     print(f"in layers, compute waits {1e3 * seconds:9.3f} ms: {who}, {where}")
