@@ -26,7 +26,7 @@ everything is untested. `python -m tests.support` writes this page from the test
 
 ## DeepSpeed's settings
 
-Exact for Llama on two ranks, with one sequence to a rank and with two ranks to a sequence (Ulysses), with gradient accumulation
+Exact for Llama on two ranks, with one sequence to a rank and with two ranks to a sequence, with gradient accumulation
 and without (`tests/deepspeed/matrix.py`):
 
 """
@@ -64,12 +64,12 @@ def _others() -> list[str]:
 
 
 def _models() -> list[str]:
-    """Return the models' table: one row for each pair of answers, tiles and Ulysses."""
+    """Return the models' table: one row for each pair of answers, tiles and sequence parallelism."""
     tiles = groups_of((DOCS / "tiles_models.md").read_text())
-    ulysses = json.loads(FAMILIES.read_text())
+    by_ranks = json.loads(FAMILIES.read_text())
     rows: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name, reason in tiles.items():
-        rows[_in_tiles(reason), _in_parts(ulysses.get(name))].append(name)
+        rows[_in_tiles(reason), _in_parts(by_ranks, name)].append(name)
     order = sorted(rows, key=lambda row: (-len(rows[row]), row))
     untested: dict[str, list[str]] = defaultdict(list)
     for name, reason in architectures.NOT_COMPARED.items():
@@ -79,9 +79,10 @@ def _models() -> list[str]:
         "",
         f"All {len(tiles)} causal language models below are exact in whole layers, at alpha 0 and 0.5",
         "(`tests/remat/test_architectures.py`). In tiles, what cannot be cut runs whole ([reasons](tiles_models.md)). With",
-        "`sequence_parallel_size` 2 a model is exact or refused before training (`tests/sequence/test_sweep.py`).",
+        "`sequence_parallel_size` 2 (Ulysses), and 4 as 2 × 2 (Ulysses × ring), a model is exact, also with packed documents, or",
+        "refused by name (`tests/sequence/test_sweep.py`).",
         "",
-        "| tiles | two ranks to a sequence | models |",
+        "| tiles | ranks that share a sequence | models |",
         "|---|---|---|",
         *(f"| {in_tiles} | {in_parts} | {', '.join(sorted(rows[in_tiles, in_parts]))} |" for in_tiles, in_parts in order),
         "",
@@ -95,10 +96,15 @@ def _in_tiles(reason: str) -> str:
     return {"all": "all layers", "some": "some layers", "whole:": "none"}[reason.split()[0]]
 
 
-def _in_parts(verdict: str | None) -> str:
+def _in_parts(by_ranks: dict[str, dict[str, str]], name: str) -> str:
+    two, four = (_said(by_ranks[ranks].get(name)) for ranks in ("2", "4"))
+    return two if two == four else f"{two}; 2 × 2 ranks: {four}"
+
+
+def _said(verdict: str | None) -> str:
     if verdict is None:
         return "untested"
-    return "exact" if verdict == "exact" else f"refused: it {verdict}"
+    return verdict if verdict.startswith("exact") else f"refused: it {verdict}"
 
 
 if __name__ == "__main__":

@@ -181,12 +181,16 @@ def split(batches: Iterable[dict[str, Any]], device: torch.device, whole: bool =
             dist.broadcast_object_list(said, rank, group=group, device=device)
             assert said[0] is not None
             length = said[0]["labels"].shape[1]
-            start, stop = contiguous(even(length, len(ranks)))[dist.get_rank(group)][0]
+            pieces = contiguous(even(length, len(ranks)))[dist.get_rank(group)]
+            start, stop = pieces[0] if pieces else (length, length)
             part = {}
             for name, meta in said[0].items():
                 value = meta
                 if isinstance(meta, torch.Tensor):
-                    value = batch[name].to(device) if rank == dist.get_rank() else torch.empty_like(meta, device=device)
+                    mine = rank == dist.get_rank()
+                    value = (
+                        batch[name].to(device).contiguous() if mine else torch.empty(meta.shape, dtype=meta.dtype, device=device)
+                    )
                     dist.broadcast(value, rank, group=group)
                     if meta.dim() > 1 and meta.shape[1] == length and (name == "labels" or not whole):
                         value = value[:, start:stop].contiguous()

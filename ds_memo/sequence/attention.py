@@ -22,7 +22,7 @@ from ds_memo.sequence.masks import Mask, Plan, plan
 from ds_memo.sequence.parts import Parts
 from ds_memo.sequence.ranks import SequenceRanks
 
-_HARMLESS = ("position_ids", "num_items_in_batch")
+_HARMLESS = ("position_ids", "num_items_in_batch", "shift_labels")
 """Tensors that models hand their attention function and that change nothing in it."""
 
 _plans: weakref.WeakValueDictionary[int, Plan] = weakref.WeakValueDictionary()
