@@ -34,7 +34,7 @@ REST = (
 WHOLE = ("minimax", "zaya", "rwkv")
 ONE = ((0,),)
 PACKED = ((0, 13, 14, 29), (0, 7))
-"""Of two rows; the second document of the first is one token long."""
+"""Two rows; the second document of the first is one token long."""
 ALIKE = ((0, 17, 20),)
 OWN = {
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
