@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from ds_memo.hf import sequence as hf_sequence
+from ds_memo.sequence import kernels, masks
+from ds_memo.sequence.parts import Parts
 from tests.distributed_harness.common import DistributedTest
 from tests.everyday import everyday
-from tests.sequence.whole_and_parts import assert_exact, memo
+from tests.faults import put_in
+from tests.sequence.whole_and_parts import LOGITS, assert_exact, distances, memo
 
 FAMILIES = ("llama", "mistral", "gemma2", "gemma3_text", "gpt_oss", "llama4_text", "deepseek_v3")
 """Causal, a window, soft caps, a window in some layers, sinks, chunks, keys and values of two sizes."""
@@ -48,6 +52,47 @@ class TestTwoRanks(DistributedTest):
         for name in ("llama", "mistral"):
             assert_exact(name, ulysses, UNEVEN, memo=memo(0.5, tile_tokens=11))
             assert_exact(name, ulysses, UNEVEN_PACKED, memo=memo(0.0, tile_tokens=11))
+
+
+class TestControls(DistributedTest):
+    """Mistakes that the comparisons above would show: each is off by more than a thousandth, where 1e-6 is allowed."""
+
+    world_size = 2
+
+    def test_log_sum_exp_of_one_block(self, monkeypatch):
+        """In the backward of a ring, in place of the one over all keys. Logits are right."""
+
+        def with_its_own(right, gradient, q, k, v, out, lse, bands, *rest):
+            return right(gradient, q, k, v, out, kernels.forward(q, k, v, bands, *rest)[1], bands, *rest)
+
+        put_in(monkeypatch, kernels, "backward", with_its_own)
+        of_logits, of_gradient, _ = distances("llama", 1, UNEVEN)
+        assert of_logits <= LOGITS and of_gradient > 1e-3
+
+    def test_results_of_blocks_added_without_it(self, monkeypatch):
+        put_in(monkeypatch, kernels, "merge", lambda right, out, lse, more, more_lse: out.add_(more.to(out.dtype)).div_(2))
+        assert distances("llama", 1, UNEVEN)[0] > 1e-3
+
+    def test_pieces_of_the_zigzag_swapped(self, monkeypatch):
+        """Attention that takes a rank's second piece for its first."""
+
+        def planned_swapped(right, parts, mask):
+            with monkeypatch.context() as patch:
+                put_in(patch, Parts, "pieces_of_ring", lambda right, parts, number: right(parts, number)[::-1])
+                return right(parts, mask)
+
+        put_in(monkeypatch, masks, "_plan", planned_swapped)
+        assert distances("llama", 2, UNEVEN)[0] <= LOGITS, "there is no zigzag without a ring"
+        assert distances("llama", 1, UNEVEN)[0] > 1e-3
+
+    @pytest.mark.parametrize("ulysses", [2, 1])
+    def test_documents_and_windows_not_seen(self, ulysses, monkeypatch):
+        put_in(monkeypatch, hf_sequence, "Parts", lambda right, ranks, length, documents: right(ranks, length))
+        assert distances("llama", ulysses, UNEVEN)[0] <= LOGITS
+        assert distances("llama", ulysses, UNEVEN_PACKED)[0] > 1e-3
+        put_in(monkeypatch, masks, "_plan", lambda right, parts, mask: right(parts, masks.Mask()))
+        assert distances("llama", ulysses, UNEVEN)[0] <= LOGITS
+        assert distances("mistral", ulysses, UNEVEN)[0] > 1e-3
 
 
 class TestFourRanks(DistributedTest):
