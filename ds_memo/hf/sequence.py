@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import operator
 import sys
 import weakref
 from collections.abc import Iterator, Sequence
@@ -310,10 +311,9 @@ class Decoder:
         }
         for name in _FOLLOWS.keys() & given.keys():
             images = given.get(_FOLLOWS[name])
-            if images is not None:  # number the rows from 1, and take those of this rank's tokens
+            if images is not None:
                 numbers = cut(images.flatten().cumsum(0).view_as(images) * images, name)
-                mine = numbers[numbers > 0] - 1
-                found[name] = tree_map(lambda of_images, mine=mine: of_images[mine], given[name])
+                found[name] = tree_map(operator.itemgetter(_rows_of(numbers)), given[name])
         return found
 
     def _refuse_lengths(self, lengths: Sequence[int]) -> None:
@@ -427,6 +427,11 @@ def _dim_of_tokens(tensor: torch.Tensor, rows: int, length: int) -> int | None:
     if len(shape) == 1:
         return 0 if shape[0] == length else None
     return next((dim for dim in range(1, len(shape)) if shape[dim] == length and shape[dim - 1] in (rows, 1)), None)
+
+
+def _rows_of(numbers: torch.Tensor) -> torch.Tensor:
+    """Return the rows of images that go to this rank's tokens: `numbers` counts the images' tokens from 1; 0 is text."""
+    return numbers[numbers > 0] - 1
 
 
 def _by_name(signature: inspect.Signature, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
