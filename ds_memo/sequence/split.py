@@ -3,9 +3,11 @@
 Elements that a rank sends forward, per layer and token of its part; H query and K key heads of d elements, P = u · r ranks:
 
     Ulysses     (2·H + 2·max(K, u))·d · (u - 1) / u        all-to-alls, which nothing hides
-    ring        2·max(K, u)·d · (r - 1) / u                 while attention of the keys before runs
+    ring        2·max(K, u)·d · (r - 1)                     while attention of the keys before runs
 
-So as many ranks as can trade heads, inside a node, and a ring for what is left: across nodes it sends least, and hides it.
+A step of the ring sends 4·max(K, u)·d bytes a token and computes 2·(s/r)·H·d FLOPs for it (causal, zigzag). So it is hidden once
+(s/r)·H / max(K, u) > 2·FLOPs/s ÷ bytes/s: on H100, for Llama-3-8B, from s/r = 1 Ki inside a node and 8 Ki across nodes. All-to-alls
+are fast inside a node alone. So as many ranks as can trade heads, inside a node, and a ring for what is left.
 """
 
 from __future__ import annotations
