@@ -6,8 +6,8 @@ Elements that a rank sends forward, per layer and token of its part; H query and
     ring        2·max(K, u)·d · (r - 1)                     while attention of the keys before runs
 
 A step of the ring sends 4·max(K, u)·d bytes a token and computes 2·(s/r)·H·d FLOPs for it (causal, zigzag). So it is hidden once
-(s/r)·H / max(K, u) > 2·FLOPs/s ÷ bytes/s: on H100, for Llama-3-8B, from s/r = 1 Ki inside a node and 8 Ki across nodes. All-to-alls
-are fast inside a node alone. So as many ranks as can trade heads, inside a node, and a ring for what is left.
+(s/r)·H / max(K, u) > 2·FLOPs/s ÷ bytes/s: on H100, for Llama-3-8B, from s/r = 1 Ki inside a node and 8 Ki across nodes.
+All-to-alls are fast inside a node alone. So as many ranks as can trade heads, inside a node, and a ring for what is left.
 """
 
 from __future__ import annotations
