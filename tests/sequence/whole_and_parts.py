@@ -122,7 +122,7 @@ class Batch:
             lengths: tokens of each rank's part; None: as equal as they can be.
         """
         # One document needs no positions.
-        given = {} if all(len(row) == 1 for row in self.lengths) else {"position_ids": part(self.positions, lengths)}
+        given = {"position_ids": part(self.positions, lengths)}
         logits = model(input_ids=part(self.tokens, lengths), use_cache=False, **given).logits
         labels = part(self.labels, lengths)
         return logits, sequence.mean_over_ranks(mean_loss(logits, labels), labels, SUMS)
