@@ -473,6 +473,7 @@ def _find_documents_at_the_entrance() -> None:
     masking_utils.find_packed_sequence_indices = lambda positions: None if _running() else found(positions)
 
 
+@torch.compiler.disable(reason="ranks that share a sequence exchange tokens here")
 def _attend(
     before: str, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any = None, **kwargs: Any
 ) -> Any:
