@@ -17,7 +17,7 @@ from tests.nvme.test_training import CASES as WITH_FILES
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE = DOCS / "support.md"
-FAMILIES = Path(__file__).parent / "data" / "ulysses_families.json"
+FAMILIES = Path(__file__).parent / "data" / "sequence_families.json"
 _HEAD = """# What works with what
 
 This page shows which models and settings give the losses and gradients of training without memo, which are refused, and which
@@ -79,7 +79,7 @@ def _models() -> list[str]:
         "",
         f"All {len(tiles)} causal language models below are exact in whole layers, at alpha 0 and 0.5",
         "(`tests/remat/test_architectures.py`). In tiles, what cannot be cut runs whole ([reasons](tiles_models.md)). With",
-        "`sequence_parallel_size` 2 a model is exact or refused before training (`tests/deepspeed/test_ulysses_sweep.py`).",
+        "`sequence_parallel_size` 2 a model is exact or refused before training (`tests/sequence/test_sweep.py`).",
         "",
         "| tiles | two ranks to a sequence | models |",
         "|---|---|---|",

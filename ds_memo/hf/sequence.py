@@ -211,8 +211,7 @@ class Decoder:
         parts = self._parts(said)
         if parts is not vars(module)[PARTS]:
             self._hold(parts)
-        if torch.is_grad_enabled():
-            self._await_backward(parts)
+        self._await_backward(parts)
         callers = contiguous(even(length, self.ranks.size) if self.takes_whole else [one.length for one in said])
         if "position_ids" in self._signature.parameters:
             given["position_ids"] = torch.arange(length, device=tokens.device)[None] if positions is None else positions
@@ -251,9 +250,11 @@ class Decoder:
                 other.among_others = False
             self._awaiting.clear()
             self._was_backward = False
-        self._awaiting.add(parts)
-        for other in self._awaiting:
-            other.among_others = len(self._awaiting) > 1
+        if torch.is_grad_enabled():
+            self._awaiting.add(parts)
+        latest = {*self._awaiting, parts}  # an evaluation, too, leaves its parts to what runs again
+        for other in latest:
+            other.among_others = len(latest) > 1
 
     def _begin_backward(self, gradient: torch.Tensor) -> None:
         self._was_backward = True

@@ -12,9 +12,10 @@ import ds_memo
 from ds_memo.profile import run
 from ds_memo.profile.layer_call import LayerCall
 from ds_memo.profile.live import LiveBytes
-from tests.deepspeed.test_packed_documents import mean_loss, use_flash
 from tests.everyday import everyday
 from tests.models import VOCAB, build
+from tests.sequence.test_documents import use_flash
+from tests.sequence.whole_and_parts import mean_loss
 
 DOCUMENTS = (30, 5, 100, 1, 900, 964)
 LENGTH = sum(DOCUMENTS)

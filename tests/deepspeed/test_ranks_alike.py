@@ -26,7 +26,7 @@ from ds_memo.swap.host_budget import HostBudget
 from ds_memo.tiles import choices, probe, tiling
 from tests.deepspeed import test_tensor_parallel as tensor_parallel
 from tests.deepspeed import test_uneven_ranks as uneven
-from tests.deepspeed.test_ulysses import IN_TILES, batch, gradients_of_parts, part, whole_gradients
+from tests.deepspeed.test_sequence import IN_TILES, batch, gradients_of_parts, part, whole_gradients
 from tests.distributed_harness.common import ON_CPU, DistributedTest
 from tests.inside import inside
 from tests.models import FP32, Batch, Block, Toy, assert_same, assert_same_grads, build, step

@@ -22,7 +22,7 @@ import ds_memo
 from ds_memo.deepspeed import sequence, sequence_probe
 from tests import architectures
 from tests.deepspeed.matrix import mean_loss
-from tests.deepspeed.test_ulysses import batch, gradients_of_parts, part, whole_gradients
+from tests.deepspeed.test_sequence import batch, gradients_of_parts, part, whole_gradients
 from tests.distributed_harness.common import DistributedTest
 from tests.everyday import everyday
 from tests.models import HIDDEN, assert_same_grads, build, generators
@@ -118,7 +118,7 @@ def probed(mlp: Any = None, exchanging: bool = False) -> None:
     layer = model.model.layers[1]
     layer.mlp = mlp(layer.mlp) if mlp else layer.mlp
     sequence.set_up(model, 2)
-    own = ulysses._parallel[model]
+    own = sequence._decoders[model]
 
     @contextmanager
     def whole() -> Iterator[None]:
@@ -127,7 +127,7 @@ def probed(mlp: Any = None, exchanging: bool = False) -> None:
             yield
         layer.mlp.exchanging = exchanging
 
-    sequence_probe.refuse_inexact(model, model, own.group, whole)
+    sequence_probe.refuse_inexact(model, model, own.ranks.group, whole, decoder=own)
 
 
 class TestProbe(DistributedTest):

@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from deepspeed.utils import safe_get_full_grad
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.deepspeed.test_packed_documents import use_flash
 from tests.distributed_harness.common import DistributedTest
 from tests.launch.launcher import REPO
 from tests.models import Different, assert_same_grads
+from tests.sequence.test_documents import use_flash
 
 sys.path.insert(0, str(REPO / "launch"))  # the ranks import this file too, without conftest.py
 import model as hf

@@ -21,7 +21,7 @@ from ds_memo.deepspeed import sequence
 from ds_memo.errors import MemoError
 from ds_memo.nvme import direct_files, directory
 from tests.deepspeed.engines import ds_config, start, train
-from tests.deepspeed.test_ulysses import gradients_of_parts
+from tests.deepspeed.test_sequence import gradients_of_parts
 from tests.distributed_harness.common import DistributedTest
 from tests.models import build
 from tests.nvme.rig import host_of

@@ -7,8 +7,8 @@ they compute is the same. In float32, as users run it, logits agree to 1e-6, and
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ import ds_memo
 from ds_memo.deepspeed import sequence
 from ds_memo.sequence.parts import even
 from tests import architectures, models
+from tests.sequence.float64 import float64
 
 Lengths = tuple[tuple[int, ...], ...]
 """Tokens of each document, by row."""
@@ -121,9 +122,8 @@ class Batch:
         Args:
             lengths: tokens of each rank's part; None: as equal as they can be.
         """
-        # One document needs no positions.
-        given = {"position_ids": part(self.positions, lengths)}
-        logits = model(input_ids=part(self.tokens, lengths), use_cache=False, **given).logits
+        given = {"input_ids": part(self.tokens, lengths), "position_ids": part(self.positions, lengths)}
+        logits = model(**given, use_cache=False).logits
         labels = part(self.labels, lengths)
         return logits, sequence.mean_over_ranks(mean_loss(logits, labels), labels, SUMS)
 
@@ -163,20 +163,6 @@ def summed_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     for gradient in grads.values():
         dist.all_reduce(gradient)
     return grads
-
-
-@contextmanager
-def float64() -> Iterator[None]:
-    """Compute in float64, also where code names float32: what is left of a difference is no rounding of float32."""
-    kept = torch.float32, torch.float, torch.Tensor.float
-    torch.float32 = torch.float = torch.float64
-    torch.Tensor.float = torch.Tensor.double
-    torch.set_default_dtype(torch.float64)
-    try:
-        yield
-    finally:
-        torch.float32, torch.float, torch.Tensor.float = kept
-        torch.set_default_dtype(torch.float32)
 
 
 def distances(

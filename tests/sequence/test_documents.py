@@ -9,12 +9,10 @@ import itertools
 import random
 from typing import Any
 
-import deepspeed.comm as dist
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import flex_attention as torch_flex
-from torch.utils.checkpoint import CheckpointError
 from transformers import masking_utils
 from transformers import modeling_flash_attention_utils as flash
 from transformers.integrations import flex_attention as flex
@@ -22,14 +20,20 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import ds_memo
-from ds_memo.deepspeed import documents, ulysses
+from ds_memo.autotune.policy import PlacementPolicy
+from ds_memo.deepspeed import sequence
+from ds_memo.hf import sequence as hf_sequence
+from ds_memo.placement import Placement, PlacementKind, Tiles
 from ds_memo.profile import run
-from tests.deepspeed.matrix import mean_loss
-from tests.deepspeed.test_ulysses import SUMS, part
+from ds_memo.remat import layer_state
+from ds_memo.sequence import attention
+from ds_memo.sequence.parts import Parts
 from tests.distributed_harness.common import DistributedTest
 from tests.everyday import everyday
+from tests.faults import put_in
 from tests.inside import inside
-from tests.models import LAYERS, VOCAB, Different, assert_same_grads, build, gradients
+from tests.models import LAYERS, Different, assert_same_grads, build
+from tests.sequence.whole_and_parts import SUMS, Batch, mean_loss, memo, part, summed_gradients, whole
 
 EXACT = 1e-6
 """Largest relative distance of logits (of the largest) and of a gradient (of its norm) from the documents run apart."""
@@ -43,72 +47,11 @@ LAYOUTS = (HALVES, SPREAD, PADDED)
 FLASHES = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
 
 
-class Packed:
-    """A batch of sequences and the documents in it.
-
-    Args:
-        lengths: of each document, by row.
-    """
-
-    def __init__(self, lengths: tuple[tuple[int, ...], ...], seed: int = 0) -> None:
-        self.lengths = lengths
-        length = sum(lengths[0])
-        self.tokens = torch.randint(0, VOCAB, (len(lengths), length), generator=torch.Generator().manual_seed(seed))
-        self.positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
-        self.labels = self.tokens.roll(-1, 1)
-        self.labels[:, 2:9] = -100
-
-    def apart(self, model: torch.nn.Module) -> tuple[torch.Tensor, dict[str, torch.Tensor | None]]:
-        """Logits (b, s, vocabulary) and gradients of the mean loss, each document in a forward of its own."""
-        logits = self.apart_logits(model)
-        mean_loss(logits, self.labels).backward()
-        return logits.detach(), gradients(model)
-
-    def apart_logits(self, model: torch.nn.Module) -> torch.Tensor:
-        rows = []
-        for tokens, lengths in zip(self.tokens, self.lengths, strict=True):
-            alone = [model(input_ids=piece[None], use_cache=False).logits for piece in tokens.split(lengths)]
-            rows.append(torch.cat(alone, dim=1))
-        return torch.cat(rows)
-
-    def together(self, model: torch.nn.Module) -> tuple[torch.Tensor, dict[str, torch.Tensor | None]]:
-        logits = model(input_ids=self.tokens, position_ids=self.positions, use_cache=False).logits
-        mean_loss(logits, self.labels).backward()
-        return logits.detach(), gradients(model)
-
-    def forward(self, model: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
-        """This rank's part of a sequence-parallel model's logits, and the loss over whole sequences."""
-        logits = model(input_ids=part(self.tokens), position_ids=part(self.positions), use_cache=False).logits
-        return logits, sequence.mean_over_ranks(mean_loss(logits, part(self.labels)), part(self.labels), SUMS)
-
-    def in_parts(self, model: torch.nn.Module) -> tuple[torch.Tensor, dict[str, torch.Tensor | None]]:
-        logits, loss = self.forward(model)
-        loss.backward()
-        return whole(logits), summed_gradients(model)
-
-
-def whole(logits: torch.Tensor) -> torch.Tensor:
-    parts = [torch.empty_like(logits) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, logits.detach().contiguous())
-    return torch.cat(parts, dim=1)
-
-
-def summed_gradients(model: torch.nn.Module) -> dict[str, torch.Tensor | None]:
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            dist.all_reduce(parameter.grad)
-    return gradients(model)
-
-
 def assert_as_apart(got: tuple, want: tuple) -> None:
     distance = (got[0] - want[0]).abs().max() / want[0].abs().max()
     if not distance <= EXACT:
         raise Different(f"logits are off by {distance:.1e}")
     assert_same_grads(got[1], want[1], EXACT)
-
-
-def memo(alpha: float | None) -> dict[str, Any] | None:
-    return None if alpha is None else {"alpha": alpha, "resident_layers": 1, "plan": {"enabled": False}}
 
 
 # ---- stand-ins for kernels that a CPU has not, which do what the arguments say and nothing else
@@ -204,7 +147,7 @@ def test_one_rank(implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layouts = [UNPACKED, *LAYOUTS]
     if implementation in FLASHES:
         layouts = [UNPACKED, *(layout[:1] for layout in LAYOUTS)]
-    wants = [Packed(layout).apart(build("llama")) for layout in layouts]
+    wants = [Batch(layout).apart(build("llama")) for layout in layouts]
     model = build("llama")
     use(model, implementation, monkeypatch)
     for alpha in (None, 0.5):
@@ -212,71 +155,54 @@ def test_one_rank(implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
             ds_memo.attach(model, memo(alpha))
         for layout, want in zip(layouts, wants, strict=True):
             for _ in range(2):
-                assert_as_apart(Packed(layout).together(model), want)
+                assert_as_apart(Batch(layout).together(model), want)
 
 
 def test_transformers_tells_documents_by_position_ids_under_flash_in_one_row_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of several rows is one document to it, as docs/parallel.md says."""
     model = build("llama")
-    want = Packed(HALVES).apart(model)
+    want = Batch(HALVES).apart(model)
     kernels = use_flash(model, "flash_attention_2", monkeypatch)
     with pytest.raises(Different):
-        assert_as_apart(Packed(HALVES).together(model), want)
+        assert_as_apart(Batch(HALVES).together(model), want)
     assert kernels.calls == [[]] * LAYERS
 
 
-# ---- Ulysses
+# ---- in parts
 
 
-class TestUlysses(DistributedTest):
+class TestInParts(DistributedTest):
     world_size = 2
 
-    def test_sdpa(self):
+    @pytest.mark.parametrize("ulysses", [2, 1])
+    def test_layouts(self, ulysses):
         """Grouped heads, as many for keys as for queries, experts; layouts come twice in a row, and again after others."""
         for name, alphas in (("llama", (None, 0.5)), ("neox", (0.5,)), ("mixtral", (0.5,))):
-            wants = {layout: Packed(layout).apart(build(name)) for layout in (UNPACKED, *LAYOUTS)}
+            wants = {layout: Batch(layout).apart(build(name)) for layout in (UNPACKED, *LAYOUTS)}
             for alpha in alphas:
                 model = build(name)
-                sequence.set_up(model, 2)
+                sequence.set_up(model, 2, ulysses)
                 handle = ds_memo.attach(model, memo(alpha)) if alpha is not None else None
                 for layout in (UNPACKED, UNPACKED, HALVES, HALVES, SPREAD, SPREAD, PADDED, HALVES, PADDED, UNPACKED):
-                    assert_as_apart(Packed(layout).in_parts(model), wants[layout])
+                    assert_as_apart(Batch(layout).in_parts(model), wants[layout])
                 assert handle is None or not handle.report()["warnings"]
 
-    def test_kernels_that_are_told(self, monkeypatch):
-        wants = {layout: Packed(layout).apart(build("llama")) for layout in (UNPACKED, *LAYOUTS)}
-        alone = [("flex_attention", None), (FLASHES[0], None)]
-        for implementation, alpha in (*alone, *((name, 0.5) for name in ("flex_attention", *FLASHES))):
-            model = build("llama")
-            use(model, implementation, monkeypatch)
-            sequence.set_up(model, 2)
-            handle = ds_memo.attach(model, memo(alpha)) if alpha is not None else None
-            for layout in (UNPACKED, UNPACKED, *LAYOUTS, *LAYOUTS):
-                assert_as_apart(Packed(layout).in_parts(model), wants[layout])
-            assert handle is None or implementation in FLASHES or handle.report()["attention_recomputed"] == 0
-
-    def test_without_what_it_knows_of_documents(self, monkeypatch):
-        """A negative control of the tests above: DeepSpeed's attention as it is."""
-        monkeypatch.setattr(ulysses, "attention_within", lambda name, attend, position_ids: attend)
-        model = build("llama")
-        sequence.set_up(model, 2)
-        assert_as_apart(Packed(UNPACKED).in_parts(model), Packed(UNPACKED).apart(build("llama")))
-        for layout in LAYOUTS:
-            with pytest.raises(Different, match="logits"):
-                assert_as_apart(Packed(layout).in_parts(model), Packed(layout).apart(build("llama")))
-
-    @pytest.mark.parametrize("alpha", [None, 0.5])
-    def test_a_replay_has_the_documents_of_its_forward(self, alpha, monkeypatch):
+    @pytest.mark.parametrize("ulysses", [2, 1])
+    @pytest.mark.parametrize("how", ["checkpoints", "memo", "attention recomputed"])
+    def test_a_replay_has_the_documents_of_its_forward(self, ulysses, how, monkeypatch):
         """Two forwards of other documents and an evaluation before the backwards, and one buffer for all position_ids."""
         looks = counted(monkeypatch)
         model = build("llama")
-        sequence.set_up(model, 2)
-        if alpha is None:
+        sequence.set_up(model, 2, ulysses)
+        checkpoints = how == "checkpoints"
+        if checkpoints:
             model.gradient_checkpointing_enable({"use_reentrant": False})
+        elif how == "memo":
+            ds_memo.attach(model, memo(0.5))
         else:
-            ds_memo.attach(model, memo(alpha))
-        packs = [Packed(HALVES, seed=1), Packed(SPREAD, seed=2)]
-        evaluated, buffer = Packed(PADDED, seed=3), torch.empty(2, LENGTH // 2, dtype=torch.long)
+            recompute_attention(model, monkeypatch)
+        packs = [Batch(HALVES, seed=1), Batch(SPREAD, seed=2)]
+        evaluated, buffer = Batch(PADDED, seed=3), torch.empty(2, LENGTH // 2, dtype=torch.long)
         wants = [pack.apart(build("llama")) for pack in packs]
         for _ in range(3):
             losses = []
@@ -288,59 +214,67 @@ class TestUlysses(DistributedTest):
             with torch.no_grad():
                 got = whole(model(input_ids=part(evaluated.tokens), position_ids=buffer, use_cache=False).logits)
             assert_as_apart((got, {}), (evaluated.apart(build("llama"))[0], {}))
+            if checkpoints:  # torch's own tell a layer nothing of its forward
+                with pytest.raises(ds_memo.MemoError, match="Run each forward's backward before the next one"):
+                    losses[0].backward()
+                model.zero_grad()
+                break
             for loss, want in zip(losses, wants, strict=True):
                 loss.backward()
                 assert_same_grads(summed_gradients(model), want[1], EXACT)
-        assert len(looks) == 3 * 3, "one look for a forward, none for a replay"
+        assert len(looks) == (3 if checkpoints else 3 * 3), "one look for a forward, none for a replay"
+        if checkpoints:
+            for pack, want in zip(packs, wants, strict=True):
+                assert_as_apart(pack.in_parts(model), want)
 
     def test_a_replay_that_takes_the_latest_documents(self, monkeypatch):
         """A negative control of the test above."""
+        monkeypatch.setattr(layer_state, "PLAIN", layer_state.PLAIN - {Parts})
         model = build("llama")
         sequence.set_up(model, 2)
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        latest = Latest()
-        monkeypatch.setattr(ulysses._parallel[model], "_within", latest)
-        loss = Packed(SPREAD).forward(model)[1]
-        Packed(HALVES).forward(model)
-        with pytest.raises((Different, CheckpointError)):
-            loss.backward()
-            assert_same_grads(summed_gradients(model), Packed(SPREAD).apart(build("llama"))[1], EXACT)
+        recompute_attention(model, monkeypatch)
+        want = Batch(SPREAD).apart(build("llama"))[1]
+        Batch(SPREAD).in_parts(model)
+        loss = Batch(SPREAD).forward(model)[1]
+        Batch(HALVES).forward(model)
+        loss.backward()
+        with pytest.raises(Different):
+            assert_same_grads(summed_gradients(model), want, 1e-3)
 
-    def test_documents_that_change_with_every_step(self):
-        """Layers whose calls keep leaving their recipes are analysed in each; steps alike have one again."""
+    @pytest.mark.parametrize("ulysses", [2, 1])
+    def test_documents_that_change_with_every_step(self, ulysses):
+        """Layers' calls are alike whatever the documents: attention in parts is one op."""
         model = build("llama")
-        sequence.set_up(model, 2)
+        sequence.set_up(model, 2, ulysses)
         handle = ds_memo.attach(model, memo(0.5))
         generator = random.Random(0)
-        recomputed = []
-        for step in range(20):
-            lengths = random_lengths(generator) if step < 12 else (30, 34)
-            assert_as_apart(Packed((lengths,), step).in_parts(model), Packed((lengths,), step).apart(build("llama")))
-            recomputed.append(handle.report()["attention_recomputed"])
-        assert recomputed[0] == 0 < recomputed[6] == recomputed[-1], "three times left, then never again"
+        for step in range(12):
+            lengths = random_lengths(generator)
+            assert_as_apart(Batch((lengths,), step).in_parts(model), Batch((lengths,), step).apart(build("llama")))
+            assert handle.report()["attention_recomputed"] == 0
         assert all(layer.follows_recipes and layer.recipes for layer in inside(handle).layers)
 
     def test_position_ids_of_one_row_for_all_and_a_model_without_its_head(self):
-        """Seen in the layers, by what they are given themselves."""
-        pack = Packed(HALVES)
+        pack = Batch(HALVES)
         want = pack.apart(build("llama"))
         pack.positions = pack.positions[:1]
-        for alpha in (None, 0.5):
+        for ulysses, alpha in ((2, None), (2, 0.5), (1, 0.5)):
             model = build("llama")
-            sequence.set_up(model, 2)
+            sequence.set_up(model, 2, ulysses)
             if alpha is not None:
                 ds_memo.attach(model, memo(alpha))
             for _ in range(2):
                 assert_as_apart(pack.in_parts(model), want)
-            hidden = model.model(input_ids=part(pack.tokens), position_ids=part(Packed(HALVES).positions), use_cache=False)
+            hidden = model.model(input_ids=part(pack.tokens), position_ids=part(Batch(HALVES).positions), use_cache=False)
             assert_as_apart((whole(model.lm_head(hidden[0])), {}), (want[0], {}))
 
-    def test_padding_on_the_left(self):
+    @pytest.mark.parametrize("ulysses", [2, 1])
+    def test_padding_on_the_left(self, ulysses):
         """As Transformers numbers it under a padding mask: tokens that count do not see it."""
-        pack = Packed(((7, 57), (20, 44)))
+        pack = Batch(((7, 57), (20, 44)))
         want = pack.apart(build("llama"))[0]
         model = build("llama")
-        sequence.set_up(model, 2)
+        sequence.set_up(model, 2, ulysses)
         for pad in (0, 1):
             for positions, lengths in zip(pack.positions, pack.lengths, strict=True):
                 positions[: lengths[0]] = pad
@@ -348,52 +282,68 @@ class TestUlysses(DistributedTest):
             for row, lengths in enumerate(pack.lengths):
                 assert_as_apart((got[row, lengths[0] :], {}), (want[row, lengths[0] :], {}))
 
-    def test_refusals(self, monkeypatch):
+    def test_refusals(self):
         """By every rank, before any attention runs."""
-        pack = Packed(HALVES)
+        pack = Batch(HALVES)
         tokens, positions = part(pack.tokens), part(pack.positions)
         model = build("llama")
         sequence.set_up(model, 2)
-        gap = Packed(UNPACKED).positions.clone()
-        gap[1, 40:] += 5
-        with pytest.raises(ds_memo.MemoError, match="position_ids of row 1 rise from 39 to 45 at token 40; expected steps of 1"):
-            model(input_ids=tokens, position_ids=part(gap))
-        with pytest.raises(ds_memo.MemoError, match=r"position_ids have the shape \(3, 2, 32\); expected \(rows, tokens\)"):
-            model(input_ids=tokens, position_ids=positions.expand(3, -1, -1))
+        for first, said in (
+            (40, "position_ids of row 1 rise from 39 to 45 at token 8 of rank 1's part; expected steps of 1"),
+            (32, "position_ids of row 1 rise from 31 to 37 between the parts of ranks 0 and 1"),
+        ):
+            gap = Batch(UNPACKED).positions.clone()
+            gap[1, first:] += 5
+            with pytest.raises(ds_memo.MemoError, match=said):
+                model(input_ids=tokens, position_ids=part(gap))
         with pytest.raises(ds_memo.MemoError, match=r"called with cu_seq_lens_q.*Leave it out: position_ids"):
             model(input_ids=tokens, position_ids=positions, cu_seq_lens_q=torch.tensor([0, 32], dtype=torch.int32))
-        ALL_ATTENTION_FUNCTIONS.register("of_my_own", sdpa_attention_forward)
-        model = build("llama")
-        model.config._attn_implementation = "of_my_own"
-        sequence.set_up(model, 2)
-        with pytest.raises(ds_memo.MemoError, match=r'position_ids of row 0 start again at token 32.*"of_my_own".*is not known'):
-            model(input_ids=tokens, position_ids=positions)
-        assert_as_apart(Packed(UNPACKED).in_parts(model), Packed(UNPACKED).apart(build("llama")))
-        window = build("mistral")
-        use(window, "flex_attention", monkeypatch)
-        sequence.set_up(window, 2)
-        with pytest.raises(ds_memo.MemoError, match=r'a window of 8 tokens of 64.*"flex_attention" knows.*flash_attention_2'):
-            window(input_ids=tokens, position_ids=positions)
+        mask = torch.ones(2, LENGTH)
+        mask[1, 30:40] = 0
+        with pytest.raises(ds_memo.MemoError, match="attention_mask of row 1 is 0 at tokens 30 to 39 and 1 on both sides"):
+            model(input_ids=tokens, position_ids=part(Batch(UNPACKED).positions), attention_mask=part(mask))
+        assert_as_apart(pack.in_parts(model), pack.apart(build("llama")))
 
-    def test_a_profile_shortens_the_parts(self, tmp_path, monkeypatch):
+    def test_attention_of_the_callers_own(self, monkeypatch):
+        """It is replaced; where it computes something else, the probe says so."""
+        twice = lambda *args, **named: sdpa_attention_forward(*args, **{**named, "scaling": 2 * named["scaling"]})  # noqa: E731
+        for name, own in (("as_usual", sdpa_attention_forward), ("of_my_own", twice)):
+            ALL_ATTENTION_FUNCTIONS.register(name, own)
+            model = build("llama")
+            model.config._attn_implementation = name
+            sequence.set_up(model, 2)
+            if name == "of_my_own":
+                with pytest.raises(ds_memo.MemoError, match=r"layers\.0\.self_attn \(LlamaAttention\) computes token"):
+                    sequence.refuse_inexact(model, model)
+            else:
+                sequence.refuse_inexact(model, model)
+
+    @pytest.mark.parametrize("ulysses", [2, 1])
+    def test_a_profile_shortens_the_parts(self, ulysses, tmp_path, monkeypatch):
         """Cut parts are no longer neighbours, but the last document goes on from one into the next."""
         monkeypatch.setattr(run, "SHORTEST", 64)
-        look, seen = documents.document_lengths, []
-        monkeypatch.setattr(documents, "document_lengths", lambda whole: seen.append(tuple(look(whole)[0])) or look(whole))
+        seen = set()
+        put_in(
+            monkeypatch,
+            attention,
+            "plan",
+            lambda right, parts, mask: seen.add((parts.length, parts.documents)) or right(parts, mask),
+        )
         for first in ((), (20,)):  # one document; packed
             seen.clear()
             model = build("llama")
-            sequence.set_up(model, 2)
+            sequence.set_up(model, 2, ulysses)
             cache = str(tmp_path / str(len(first)))
             handle = ds_memo.attach(model, {"tile_tokens": 0, "plan": {"enabled": False}, "cache_dir": cache})
-            Packed(((*first, 400 - sum(first)),)).in_parts(model)
+            Batch(((*first, 400 - sum(first)),)).in_parts(model)
             assert handle.report()["profile"]
-            assert {*seen} == {(*first, length - sum(first)) for length in (64, 128, 256, 400)}
+            assert seen == {(length, ((0, *first),)) for length in (64, 128, 256, 400)}
             handle.detach()
 
-    def test_under_deepspeed(self, monkeypatch):
-        """Losses of three steps, as one rank has them. ZeRO-3 hands position_ids on as they are, so no layer looks for itself."""
-        packs = [Packed(layout, seed) for seed, layout in enumerate((SPREAD, PADDED, HALVES))]
+    @pytest.mark.parametrize("ulysses", [2, 1])
+    def test_under_deepspeed(self, ulysses, monkeypatch):
+        """Losses of three steps, as one rank has them. ZeRO-3 hands position_ids on as they are."""
+        packs = [Batch(layout, seed) for seed, layout in enumerate((SPREAD, PADDED, HALVES))]
         model, wants = build("llama"), []
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for pack in packs:
@@ -411,7 +361,7 @@ class TestUlysses(DistributedTest):
             "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
             "zero_allow_untested_optimizer": True,
             "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
-            "memo": {"enabled": True, **memo(0.5)},
+            "memo": {"enabled": True, "ulysses_size": ulysses, **memo(0.5)},
         }
         engine = ds_memo.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
         looks = counted(monkeypatch)
@@ -432,24 +382,20 @@ class TestFewKeyHeads(DistributedTest):
         sequence.set_up(model, 4)
         ds_memo.attach(model, memo(0.5))
         for layout in LAYOUTS * 2:
-            assert_as_apart(Packed(layout).in_parts(model), Packed(layout).apart(build("llama")))
+            assert_as_apart(Batch(layout).in_parts(model), Batch(layout).apart(build("llama")))
 
 
-class Latest:
-    """A dictionary that returns what was put in last, whatever the key."""
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self.value = value
-
-    def get(self, key: Any, default: Any) -> Any:
-        return self.value
+def recompute_attention(model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attach memo; layers run in tiles, and attention again in each backward."""
+    again = Placement(PlacementKind.SWAPPED_ATTENTION_RECOMPUTED, 0.0, tiles=Tiles(4, 2))
+    monkeypatch.setattr(PlacementPolicy, "placement", lambda self, layer: again)
+    ds_memo.attach(model, memo(0.0, resident_layers=0, tile_tokens=4))
 
 
-def counted(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
-    """Note the position_ids of every search for documents."""
-    looks: list[torch.Tensor] = []
-    look = documents.document_lengths
-    monkeypatch.setattr(documents, "document_lengths", lambda position_ids: looks.append(position_ids) or look(position_ids))
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Note every search for documents."""
+    looks: list[Any] = []
+    put_in(monkeypatch, hf_sequence, "_documents", lambda right, said: looks.append(said) or right(said))
     return looks
 
 
@@ -464,48 +410,24 @@ def random_lengths(generator: random.Random, length: int = LENGTH, sizes: tuple[
 
 
 @pytest.mark.parametrize(
-    "positions, lengths",
+    "positions, starts",
     [
-        ([[0, 1, 2, 3]], [[4]]),
-        ([[7, 8, 9, 10]], [[4]]),
-        ([[0]], [[1]]),
-        ([[0, 1, 0, 1], [0, 1, 2, 0]], [[2, 2], [3, 1]]),
-        ([[0, 1, 2, 3], [5, 6, 0, 1]], [[4], [2, 2]]),
-        ([[0, 1, 0, 0]], [[2, 1, 1]]),
-        ([[1, 1, 0, 1]], [[1, 1, 2]]),
-        ([[2, 3, 2, 3]], [[2, 2]]),
+        ([[0, 1, 2, 3]], [(0,)]),
+        ([[7, 8, 9, 10]], [(0,)]),
+        ([[0]], [(0,)]),
+        ([[0, 1, 0, 1], [0, 1, 2, 0]], [(0, 2), (0, 3)]),
+        ([[0, 1, 2, 3], [5, 6, 0, 1]], [(0,), (0, 2)]),
+        ([[0, 1, 0, 0]], [(0, 2, 3)]),
+        ([[1, 1, 0, 1]], [(0, 1, 2)]),
+        ([[2, 3, 2, 3]], [(0, 2)]),
     ],
 )
-def test_document_lengths(positions: list, lengths: list) -> None:
+def test_documents(positions: list, starts: list) -> None:
+    """However the tokens lie on ranks, some of which may have none."""
     for dtype in (torch.int64, torch.int32):
-        assert documents.document_lengths(torch.tensor(positions, dtype=dtype)) == lengths
-
-
-@pytest.mark.parametrize("name", ["sdpa", *FLASHES, "of_my_own"])
-def test_a_batch_without_borders_runs_as_it_did(name: str) -> None:
-    attend = torch.nn.functional.scaled_dot_product_attention
-    assert documents.attention_within(name, attend, torch.arange(8).expand(3, -1)) is attend
-
-
-@pytest.mark.parametrize("length", [1, 5, 127, 128, 129, 300, 513, 1024])
-def test_the_mask_of_flex_attention(length: int) -> None:
-    """The one that PyTorch makes of a tensor of s × s, block by block."""
-    generator = random.Random(length)
-    lengths = [random_lengths(generator, length, (1, 2, 60, 128, 129, 300, 1000)) for _ in range(3)] + [(length,)]
-    number = torch.stack([torch.repeat_interleave(torch.arange(len(row)), torch.tensor(row)) for row in lengths])
-
-    def within(b, h, q, kv):
-        return (q >= kv) & (number[b, q] == number[b, kv])
-
-    got = documents.block_mask(lengths, torch.device("cpu"))
-    want = torch_flex.create_block_mask(within, len(lengths), None, length, length, device="cpu")
-    assert got.shape == want.shape and torch.equal(got.to_dense(), want.to_dense())
-    for name in ("kv", "full_kv", "q", "full_q"):
-        counts, indices = f"{name}_num_blocks", f"{name}_indices"
-        assert torch.equal(getattr(got, counts), getattr(want, counts))
-        blocks = -(-length // 128) * 128
-        both = [listed(getattr(mask, counts), getattr(mask, indices), blocks, 128) for mask in (got, want)]
-        assert torch.equal(*both)
-    sizes = len(lengths), 1, length, length
-    asked = [torch_flex.create_mask(mask.mask_mod, *sizes, device="cpu") for mask in (got, want)]
-    assert torch.equal(*asked)
+        whole = torch.tensor(positions, dtype=dtype)
+        rows, length = whole.shape
+        for borders in itertools.combinations_with_replacement(range(length + 1), 2):
+            parts = whole.tensor_split(borders, dim=1)
+            said = [hf_sequence._said(rows, part.shape[1], part) for part in parts]
+            assert list(hf_sequence._documents(said)) == starts

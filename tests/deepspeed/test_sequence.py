@@ -1,4 +1,4 @@
-"""Ulysses: parts of sequences give the gradients of whole ones, with memo too; what cannot be split is refused with numbers."""
+"""Sequence parallelism from a caller's side: gradients, with memo and head groups; refusals; batches and the loss."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import deepspeed.comm as dist
 import pytest
 import torch
-from transformers import AutoConfig
 
 import ds_memo
 from ds_memo.autotune.policy import PlacementPolicy
@@ -18,6 +17,7 @@ from ds_memo.hf.attention import wrap_attention
 from ds_memo.placement import Placement, PlacementKind, Tiles
 from ds_memo.tiles import attention
 from ds_memo.tiles.modes import SupplyHeads
+from tests import architectures
 from tests.deepspeed.matrix import mean_loss
 from tests.distributed_harness.common import DistributedTest
 from tests.faults import put_in
@@ -108,20 +108,30 @@ class TestGradients(DistributedTest):
         assert grads and all(torch.isfinite(grad).all() for grad in grads)
 
     def test_what_goes_wrong_is_said_by_every_rank(self):
-        tokens, positions, _ = batch()
+        tokens, positions, labels = map(part, batch())
         model = build("llama")
         sequence.set_up(model, 2)
-        rank = dist.get_rank()
-        with pytest.raises(ds_memo.MemoError, match=f"Part {rank} of .* tokens {rank * 12} to {rank * 12 + 11} of 24"):
-            model(input_ids=part(tokens))
-        window = build("mistral")  # of 8 tokens
-        sequence.set_up(window, 2)
-        with pytest.raises(ds_memo.MemoError, match=r"a window of 8 tokens of 24.*flash_attention_2"):
-            window(input_ids=part(tokens), position_ids=part(positions))
-        with pytest.raises(ds_memo.MemoError, match=r'attn_implementation="eager" needs a mask'):
-            sequence.set_up(build("llama", attn_implementation="eager"), 2)
-        with pytest.raises(ds_memo.MemoError, match="Toy is no Hugging Face model"):
-            sequence.set_up(Toy(), 2)
+        given = {"input_ids": tokens, "position_ids": positions, "use_cache": False}
+        for more, message in (
+            ({"position_ids": None}, "was called without position_ids"),
+            ({"labels": labels}, "was called with labels, and would leave each part's last token out"),
+            ({"attention_mask": torch.zeros(2, 1, 12, 12)}, r"a mask of its own \(a Tensor of shape \(2, 1, 12, 12\)\)"),
+            ({"attention_mask": torch.ones(2, 24)}, r"attention_mask has the shape \(2, 24\); expected \(2, 12\)"),
+            ({"position_ids": positions.expand(3, 2, -1)}, r"the shape \(3, 2, 12\); expected \(rows, tokens\)"),
+        ):
+            with pytest.raises(ds_memo.MemoError, match=message):
+                model(**given | more)
+        assert_same_grads(gradients_of_parts(model), whole_gradients(build("llama")), FP32)  # the ranks are still in step
+        with pytest.raises(ds_memo.MemoError, match="drops 10% of attention's weights"):
+            dropping = build("llama", attention_dropout=0.1)
+            sequence.set_up(dropping, 2)
+            dropping(**given)
+        for other, message in (
+            (Toy(), "Toy is no Hugging Face model"),
+            (architectures.build("bart"), "BartForCausalLM is an encoder and a decoder"),
+        ):
+            with pytest.raises(ds_memo.MemoError, match=message):
+                sequence.set_up(other, 2)
         with pytest.raises(ds_memo.MemoConfigError, match="sequence_parallel_size: got 4, but the 2 ranks of this run"):
             sequence.set_up(build("llama"), 4)
 
@@ -151,23 +161,27 @@ class TestGradients(DistributedTest):
                 continue
             with pytest.raises(ds_memo.MemoError, match=f'embeddings of type "{rope["rope_type"]}" .* {off}'):
                 gradients_of_parts(parallel)
-            ulysses._parallel[parallel]._rotary = None  # without the check gradients are wrong
+            sequence._decoders[parallel]._rotary = None  # without the check gradients are wrong
             with pytest.raises(Different):
                 assert_same_grads(gradients_of_parts(parallel), want, 1e-2)
 
     def test_split(self):
-        """Both ranks read batches of their own and get their part of all, in turn, with every label."""
+        """Both ranks read batches of their own and get their part of all, in turn, with every label, until one has no more."""
         sequence.set_up(build("llama"), 2)
         names = ("input_ids", "position_ids", "labels")
-        own = [dict(zip(names, batch(10 * read + dist.get_rank()), strict=True)) | {"kind": read} for read in (0, 1)]
+
+        def read(number, rank):  # of a length that differs between ranks, and does not divide
+            return dict(zip(names, (value[:, : 24 - rank] for value in batch(10 * number + rank)), strict=True)) | {
+                "kind": number
+            }
+
+        own = (read(number, dist.get_rank()) for number in range(2 + dist.get_rank()))
         parts = list(sequence.split(own, torch.device("cpu")))
-        for number, got in enumerate(parts):
-            read, rank = divmod(number, 2)
-            tokens, positions, labels = map(part, batch(10 * read + rank))
-            assert got.keys() == {*names, "kind"} and got["kind"] == read
-            assert torch.equal(got["input_ids"], tokens) and torch.equal(got["labels"], labels)
-            assert torch.equal(got["position_ids"], positions)
         assert len(parts) == 4
+        for number, got in enumerate(parts):
+            want = read(*divmod(number, 2))
+            assert got.keys() == {*names, "kind"} and got["kind"] == want["kind"]
+            assert all(torch.equal(got[name], part(want[name])) for name in names)
 
 
 IN_TILES = {"alpha": 0.0, "resident_layers": 0, "plan": {"enabled": False}, "tile_tokens": 4}
@@ -296,28 +310,22 @@ class TestHeadGroups(DistributedTest):
 # ---- before anything starts
 
 
-def config(**fields):
-    return AutoConfig.for_model("llama", hidden_size=96, num_attention_heads=12, num_key_value_heads=4, **fields)
-
-
-@pytest.mark.parametrize("size, world, length", [(1, 3, 5), (2, 4, 64), (4, 4, 64), (12, 12, 24), (12, 24, None)])
-def test_what_fits(size, world, length):
-    sequence.check(size, config(), world, length)
-
-
 @pytest.mark.parametrize(
-    "size, world, length, message",
+    "size, ulysses, world, message",
     [
-        (2, 3, 64, "got 2, but the 3 ranks of this run are no multiple of it"),
-        (8, 8, 64, "got 8, but the model's 12 attention heads are no multiple of it"),
-        (6, 6, 64, "got 6; the model's 4 key and value heads must be a multiple of it or divide it"),
-        (4, 4, 66, "got 4, but 66 tokens do not split into 4 equal parts; use 64 or 68"),
-        (4, 4, 3, "got 4, but 3 tokens do not split into 4 equal parts; use 4 or 4"),
+        (2, None, 3, "sequence_parallel_size: got 2, but the 3 ranks of this run are no multiple of it"),
+        (4, 3, 8, "memo.ulysses_size: got 3; allowed: a number that divides sequence_parallel_size, which is 4"),
+        (2, 4, 8, "memo.ulysses_size: got 4; allowed: a number that divides sequence_parallel_size, which is 2"),
     ],
 )
-def test_what_does_not_fit_is_refused_with_numbers(size, world, length, message):
+def test_what_does_not_fit_is_refused_with_numbers(size, ulysses, world, message):
     with pytest.raises(ds_memo.MemoConfigError, match=message):
-        sequence.check(size, config(), world, length)
+        sequence.check(size, ulysses, world)
+
+
+@pytest.mark.parametrize("size, ulysses, world", [(1, None, 3), (2, 1, 4), (4, 2, 4), (12, 12, 24), (12, None, 12)])
+def test_what_fits(size, ulysses, world):
+    sequence.check(size, ulysses, world)
 
 
 @pytest.mark.parametrize("value", [0, -2, 1.5, "2", True, None])

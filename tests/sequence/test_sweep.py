@@ -1,0 +1,121 @@
+"""Every causal language model of Transformers in parts: exact, or refused before training; none in between.
+
+pytest -m sweep tests/sequence/test_sweep.py -s        # prints each family and the counts
+
+Two ranks trade heads; four do so in pairs, around a ring of two. Sequences hold one document, then several. The results stand in
+tests/data/sequence_families.json, from which docs/support.md is made. With WRITE=1 in the environment the test writes them anew.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections import Counter
+from pathlib import Path
+from typing import Any, ClassVar
+
+import deepspeed.comm as dist
+import pytest
+
+import ds_memo
+from ds_memo.deepspeed import sequence
+from tests import architectures
+from tests.distributed_harness.common import DistributedTest
+from tests.sequence.whole_and_parts import Batch, Lengths, make
+
+RESULTS = Path(__file__).parents[1] / "data" / "sequence_families.json"
+LAYOUTS: tuple[Lengths, ...] = (((40,), (40,)), ((14, 9, 17), (10, 30)))
+EXACT_LOGITS, EXACT_GRADIENTS = 1e-5, 1e-3
+"""Largest relative distance in float32, of sums whose terms have both signs."""
+SECONDS = 300
+"""For one family on a busy machine."""
+KINDS = {
+    "is an encoder and a decoder": "has an encoder and a decoder",
+    "computes token": "mixes tokens outside attention and known mixers, or numbers them by itself",
+    "cannot be tried": "cannot run on tokens alone",
+    "makes a mask": "makes a mask that is no interval of keys",
+    "a mask of its own": "makes a mask of its own",
+    "hands its attention function": "hands attention more than queries, keys and values",
+}
+"""Words of a refusal, and its kind."""
+EXACT = {
+    *("llama", "qwen3", "qwen3_moe", "mixtral", "gemma", "glm4_moe", "gpt_neox", "olmo2", "phi3", "mistral", "gemma2"),
+    *(
+        "gemma3_text",
+        "gpt_oss",
+        "llama4_text",
+        "deepseek_v3",
+        "qwen3_next",
+        "qwen3_5",
+        "nemotron_h",
+        "jamba",
+        "falcon_h1",
+        "mamba2",
+    ),
+}
+REFUSED = {"bart"}
+
+
+def in_parts(name: str) -> float:
+    """Return how far logits and gradients of parts are from those of whole sequences; above 1: not exact.
+
+    Raises:
+        ds_memo.MemoError: the model is refused.
+    """
+    model = make(name)
+    batches = [Batch(lengths, vocabulary=model.config.get_text_config().vocab_size) for lengths in LAYOUTS]
+    if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
+        model.set_attn_implementation("eager")  # sdpa knows no soft cap
+    wants = [batch.apart(model) for batch in batches]
+    ranks = dist.get_world_size()
+    sequence.set_up(model, ranks, ulysses=2)
+    sequence.refuse_inexact(model, model)
+    worst = 0.0
+    for batch, want in zip(batches, wants, strict=True):
+        of_logits, of_gradient, _ = batch.in_parts(model).off(want)
+        worst = max(worst, of_logits / EXACT_LOGITS, of_gradient / EXACT_GRADIENTS)
+    everywhere: list[Any] = [None] * ranks
+    dist.all_gather_object(everywhere, worst)
+    return max(everywhere)
+
+
+@pytest.mark.slow
+@pytest.mark.sweep
+@pytest.mark.filterwarnings("ignore")
+class TestFamilies(DistributedTest):
+    exec_timeout: ClassVar[float] = 3600
+
+    @pytest.mark.parametrize("world_size", [2, 4])
+    def test_each_is_exact_or_refused(self, world_size: int) -> None:
+        found: dict[str, str] = {}
+        signal.signal(signal.SIGALRM, _too_late)
+        for name in architectures.NAMES:
+            if name in architectures.NOT_COMPARED:
+                continue
+            signal.alarm(SECONDS)
+            try:
+                off = in_parts(name)
+                found[name] = "exact" if off <= 1 else f"WRONG: {off:.2g} times the distance allowed"
+                said = found[name]
+            except ds_memo.MemoError as refusal:
+                said = str(refusal)
+                found[name] = next((kind for words, kind in KINDS.items() if words in said), f"WRONG: {said}")
+            except Exception as error:
+                found[name] = said = f"WRONG: {error!r}"
+            if dist.get_rank() == 0:
+                print(f"{name}: {said[:150]}", flush=True)
+        signal.alarm(0)
+        if dist.get_rank() == 0:
+            print(*(f"{count:4} {kind}" for kind, count in Counter(found.values()).most_common()), sep="\n", flush=True)
+        assert not {name: kind for name, kind in found.items() if kind.startswith("WRONG")}
+        ways = {} if not RESULTS.exists() else json.loads(RESULTS.read_text())
+        if os.environ.get("WRITE") and dist.get_rank() == 0:
+            RESULTS.write_text(json.dumps({**ways, str(world_size): found}, indent=1) + "\n")
+        exact = {name for name, kind in found.items() if kind == "exact"}
+        assert exact >= EXACT and not exact & REFUSED and found.keys() >= REFUSED
+        assert os.environ.get("WRITE") or found == ways[str(world_size)]
+
+
+def _too_late(*_: Any) -> None:
+    pytest.fail(f"a family took more than {SECONDS} s")
