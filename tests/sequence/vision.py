@@ -121,16 +121,17 @@ KINDS: dict[str, Kind] = {
     ),
     "llava_onevision": Kind(
         {
-            **_siglip(model_type="qwen2"),
+            "text_config": {"model_type": "qwen2", **_TEXT},
+            "vision_config": {"model_type": "siglip_vision_model", **_TOWER, "image_size": 2 * _PATCH},
             "image_token_id": IMAGE,
             "video_token_id": VIDEO,
-            "image_grid_pinpoints": [[_SIDE, _SIDE]],
+            "image_grid_pinpoints": [[2 * _PATCH] * 2],
             "vision_aspect_ratio": "anyres_max_1",
         },
-        36,
+        10,
         lambda images: {
-            "pixel_values": torch.randn(ROWS, 2, 3, _SIDE, _SIDE),
-            "image_sizes": torch.tensor([[_SIDE, _SIDE]] * ROWS),
+            **_pixels(2, 3, 2 * _PATCH, 2 * _PATCH)(images),
+            "image_sizes": torch.tensor([[2 * _PATCH] * 2] * ROWS),
         },
     ),
     "internvl": Kind(
