@@ -341,7 +341,8 @@ def _text_decoder(base: PreTrainedModel) -> nn.Module:
     """Return the module that runs a model's layers on embedded text."""
     found = base.get_decoder()
     inner = [module for module in base.children() if isinstance(module, PreTrainedModel)]
-    return inner[0] if found is base and len(inner) == 1 else found  # Llama-4 names it in a way that get_decoder does not know
+    # get_decoder knows no name of Llama-4's, and takes ModernBERT's output head for one.
+    return inner[0] if len(inner) == 1 and (found is base or not isinstance(found, PreTrainedModel)) else found
 
 
 def _said(rows: int, length: int, positions: torch.Tensor | None, padding: torch.Tensor | None = None) -> Said:
@@ -476,14 +477,20 @@ def _find_documents_at_the_entrance() -> None:
 
 @torch.compiler.disable(reason="ranks that share a sequence exchange tokens here")
 def _attend(
-    before: str, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any = None, **kwargs: Any
+    before: str,
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any = None,
+    **kwargs: Any,
 ) -> Any:
     parts = parts_of(module)
     if parts is not None:
-        return attend(module, query, key, value, mask, parts, **kwargs)
+        return attend(module, query, key, value, attention_mask, parts, **kwargs)
     source = sys.modules[type(module).__module__]
     attention = source.eager_attention_forward if before == "eager" else ALL_ATTENTION_FUNCTIONS[before]
-    return attention(module, query, key, value, mask, **kwargs)
+    return attention(module, query, key, value, attention_mask, **kwargs)
 
 
 def _running() -> tuple[Decoder, bool] | None:

@@ -99,9 +99,9 @@ class Batch:
 
     def apart_logits(self, model: nn.Module) -> torch.Tensor:
         rows = []
-        for tokens, lengths in zip(self.tokens, self.lengths, strict=True):
-            alone = [model(input_ids=document[None], use_cache=False).logits for document in tokens.split(lengths)]
-            rows.append(torch.cat(alone, dim=1))
+        for tokens, positions, lengths in zip(self.tokens, self.positions, self.lengths, strict=True):
+            documents = zip(tokens[None].split(lengths, 1), positions[None].split(lengths, 1), strict=True)
+            rows.append(torch.cat([model(input_ids=t, position_ids=p, use_cache=False).logits for t, p in documents], dim=1))
         return torch.cat(rows)
 
     def apart(self, model: nn.Module) -> Outcome:
@@ -122,7 +122,9 @@ class Batch:
         Args:
             lengths: tokens of each rank's part; None: as equal as they can be.
         """
-        given = {"input_ids": part(self.tokens, lengths), "position_ids": part(self.positions, lengths)}
+        given = {"input_ids": self.tokens, "position_ids": self.positions}
+        if not sequence._decoders[model].takes_whole:
+            given = {name: part(value, lengths) for name, value in given.items()}
         logits = model(**given, use_cache=False).logits
         labels = part(self.labels, lengths)
         return logits, sequence.mean_over_ranks(mean_loss(logits, labels), labels, SUMS)
