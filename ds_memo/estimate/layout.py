@@ -32,7 +32,7 @@ class Layout:
     cp: int = 1
     sp: int = 1
     ring: int = 1
-    """Of sp: keys and values travel around so many ranks."""
+    """Ranks of sp around which keys and values travel."""
     zero: int = 3
     offload: str = "none"
     """One of OFFLOADS."""

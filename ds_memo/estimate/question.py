@@ -47,7 +47,7 @@ class Question:
     cp: int | None = None
     sp: int | None = None
     ulysses: int | None = None
-    """Of sp: ranks that trade heads, as memo.ulysses_size."""
+    """Ranks of sp that trade heads, as memo.ulysses_size."""
     zero: int | None = None
     offload: str = "none"
     """Model states on the host: one of layout.OFFLOADS."""

@@ -117,6 +117,11 @@ class Decoder:
         """Parts of forwards with gradients since the latest backward."""
         self._was_backward = False
         self.is_off = False
+        if catch_mixers(self.module) and getattr(base, "_use_kernels", False):
+            raise MemoError(
+                f"{FIELD}: {type(base).__name__} was loaded with use_kernels=True, and kernels may take the place of layers "
+                "that mix tokens. Load it without"
+            )
         _find_documents_at_the_entrance()
         for module in (*self._modules, *around):
             if (config := getattr(module, "config", None)) is not None:
@@ -125,7 +130,6 @@ class Decoder:
         _models.update(dict.fromkeys(around, self))
         self.module.register_forward_pre_hook(self._enter, with_kwargs=True)
         self.module.register_forward_hook(self._leave)
-        catch_mixers(self.module)
         self._hold(None)
 
     def __deepcopy__(self, memo: dict) -> Decoder:
