@@ -34,7 +34,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("--zero", type=int, choices=range(4), metavar="0-3", help="ZeRO stage (default: 3; with --tp or --cp: 1)")
     states = "model states on the host, as DeepSpeed's offload_optimizer, and with all its offload_param (default: none)"
     option("--offload", choices=OFFLOADS, default="none", help=states)
-    option("--sp", type=count, metavar="N", help="Ulysses sequence parallelism (default: the fastest that fits)")
+    option(
+        "--sp", type=count, metavar="N", help="ranks to a sequence: memo Ulysses × ring, others Ulysses (default: the fastest)"
+    )
+    option(
+        "--ulysses", type=count, metavar="N", help="of --sp, the ranks that trade heads, as memo.ulysses_size (default: chosen)"
+    )
     option("--tp", type=count, metavar="N", help="tensor parallelism (--cp: the fastest that fits)")
     option("--cp", type=count, metavar="N", help="context parallelism (ring attention)")
     option("--alpha", type=_alpha, metavar="X", help="0 to 1 (default: solved)")
@@ -104,7 +109,7 @@ _CONTRADICTIONS = (
     ("--max-length", "--seq-length --min-gpus --sweep --compare", "it chooses the length of one answer"),
     ("--min-gpus", "--gpus --sweep --compare", "it chooses the GPUs of one answer"),
     ("--sweep", "--seq-length --timeline", "it chooses lengths"),
-    ("--compare", "--alpha --plan --tile-tokens --timeline", "it shows each method with its own alpha, plan and tiles"),
+    ("--compare", "--alpha --plan --tile-tokens --timeline --ulysses", "it shows each method with its own alpha, plan and tiles"),
 )
 """An option, others that it does not go with, and why."""
 
@@ -127,7 +132,7 @@ def _refuse_contradictions(args: argparse.Namespace) -> None:
         raise EstimateError(f"--timeline {quoted(args.timeline)}: expected a name that ends with .json or .html")
 
 
-_AS_ASKED = ("batch", "method", "tp", "cp", "sp", "zero", "offload", "alpha", "tile_tokens", "plan")
+_AS_ASKED = ("batch", "method", "tp", "cp", "sp", "ulysses", "zero", "offload", "alpha", "tile_tokens", "plan")
 """Options that are the question's fields of these names."""
 
 

@@ -21,6 +21,7 @@ from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ds_memo.deepspeed import sequence_probe
 from ds_memo.deepspeed.sequence_probe import FIELD
@@ -166,7 +167,7 @@ def split(batches: Iterable[dict[str, Any]], device: torch.device, whole: bool =
 
     Args:
         batches: dicts with ``input_ids``, ``position_ids`` and ``labels``, each (b, s); ``labels[i]`` is the token after
-            ``input_ids[i]``, or -100. What has no dimension 1 of s tokens goes to all ranks as it is.
+            ``input_ids[i]``, or -100. What has no dimension 1 of s tokens goes to all ranks as it is, lists of tensors too.
         device: where the parts are wanted.
         whole: cut labels alone, for a model with towers (images, audio), which takes whole sequences.
 
@@ -177,25 +178,30 @@ def split(batches: Iterable[dict[str, Any]], device: torch.device, whole: bool =
     ranks = dist.get_process_group_ranks(group)
     for batch in _as_long_as_all(batches, group):
         for rank in ranks:
-            said = [{name: _described(value) for name, value in batch.items()} if rank == dist.get_rank() else None]
-            dist.broadcast_object_list(said, rank, group=group, device=device)
-            assert said[0] is not None
-            length = said[0]["labels"].shape[1]
+            full = _sent(dict(batch) if rank == dist.get_rank() else None, rank, group, device)
+            length = full["labels"].shape[1]
             pieces = contiguous(even(length, len(ranks)))[dist.get_rank(group)]
             start, stop = pieces[0] if pieces else (length, length)
-            part = {}
-            for name, meta in said[0].items():
-                value = meta
-                if isinstance(meta, torch.Tensor):
-                    mine = rank == dist.get_rank()
-                    value = (
-                        batch[name].to(device).contiguous() if mine else torch.empty(meta.shape, dtype=meta.dtype, device=device)
-                    )
-                    dist.broadcast(value, rank, group=group)
-                    if meta.dim() > 1 and meta.shape[1] == length and (name == "labels" or not whole):
-                        value = value[:, start:stop].contiguous()
-                part[name] = value
-            yield part
+
+            def part(value: Any, length: int = length, start: int = start, stop: int = stop) -> Any:
+                is_cut = isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[1] == length
+                return value[:, start:stop].contiguous() if is_cut else value
+
+            yield {name: part(value) if name == "labels" or not whole else value for name, value in full.items()}
+
+
+def _sent(batch: dict[str, Any] | None, rank: int, group: dist.ProcessGroup, device: torch.device) -> dict[str, Any]:
+    """Return a rank's batch on all ranks of a group; the others pass None."""
+    own, spec = tree_flatten(batch)
+    said: list[Any] = [(list(map(_described, own)), spec)]
+    dist.broadcast_object_list(said, rank, group=group, device=device)
+    leaves, spec = said[0]
+    for number, meta in enumerate(leaves):
+        if isinstance(meta, torch.Tensor):
+            leaves[number] = torch.empty_like(meta, device=device) if batch is None else own[number].to(device).contiguous()
+            dist.broadcast(leaves[number], rank, group=group)
+    found: dict[str, Any] = tree_unflatten(leaves, spec)
+    return found
 
 
 def _as_long_as_all(batches: Iterable[dict[str, Any]], group: dist.ProcessGroup) -> Iterator[dict[str, Any]]:
@@ -212,7 +218,8 @@ def _as_long_as_all(batches: Iterable[dict[str, Any]], group: dist.ProcessGroup)
 
 def _described(value: Any) -> Any:
     """Return what stands for a value while ranks agree on shapes: a tensor without memory."""
-    return value.to("meta") if isinstance(value, torch.Tensor) else value
+    is_tensor = isinstance(value, torch.Tensor)
+    return torch.empty_like(value, device="meta", memory_format=torch.contiguous_format) if is_tensor else value
 
 
 def mean_over_ranks(loss: torch.Tensor, labels: torch.Tensor, engine: deepspeed.DeepSpeedEngine) -> torch.Tensor:

@@ -2,7 +2,8 @@
 
 A rank has T = s / ranks tokens. Bytes are bf16 unless stated otherwise.
 
-    Ulysses      q, k, v in and the output back: all-to-alls, which the layer's own code calls (attention.py)
+    Ulysses      q, k, v in and the output back: all-to-alls, which the layer's own code calls (meta_kernels.py)
+    its ring     keys and values forward; in the backward their gradients, too, in fp32. A step hides what it computes as long
     tensor par.  four gathers or reduce-scatters of the hidden states forward, six backward, three in a replay
     context par. keys and values around the ring, hidden behind attention as far as it goes
     ZeRO-3       each layer's parameters gathered for forward and backward and its gradients reduced, hidden as far as it goes
@@ -119,7 +120,7 @@ class Costs:
         if self._given is not None:
             return self._given
         machine = replace(self.hardware, d2h=1.0, h2d=1.0, name="", host_memory=1.0, device_memory=1.0)  # its kernels alone
-        return self.model.measured.profile(machine, self.layout.sp, round(self.tokens), tiled)
+        return self.model.measured.profile(machine, self.layout.ulysses, self.layout.ring, round(self.tokens), tiled)
 
     def tilings(self, tokens: int) -> list[Tiles]:
         """Return the ways to run layers in tiles of this length, in as many groups of heads as can be; none: they run whole."""
@@ -140,17 +141,19 @@ class Costs:
 
     def _among_ranks(self, layer: LayerCosts) -> LayerCosts:
         """Add what ranks send each other. No layer is faster than its gathers, and its offloaded model states on the link."""
-        hidden_s, ring_s, states = self._tensor_parallel_s, self._ring_s, self.states_s
-        ulysses_s = self._ulysses_s if self._given is not None and self._given.ranks_per_sequence == 1 else 0.0
+        hidden_s, ring_s, states = self._tensor_parallel_s, self._cp_s, self.states_s
+        alone = self._given is not None and self._given.ranks_per_sequence == 1
+        ulysses_s = self._ulysses_s if alone else 0.0
         ratio = BACKWARD_FLOPS * self.hardware.attention_forward_efficiency / self.hardware.attention_backward_efficiency
-        forward_s = layer.forward_s + 4 * hidden_s + ulysses_s + max(0.0, ring_s - layer.attention_s)
-        backward_s = layer.backward_s + 6 * hidden_s + ulysses_s + max(0.0, 2 * ring_s - ratio * layer.attention_s)
+        own_s = self.ring_s(layer.attention_s, ratio * layer.attention_s) if alone or self._given is None else (0.0, 0.0)
+        forward_s = layer.forward_s + 4 * hidden_s + ulysses_s + max(0.0, ring_s - layer.attention_s) + own_s[0]
+        backward_s = layer.backward_s + 6 * hidden_s + ulysses_s + max(0.0, 2 * ring_s - ratio * layer.attention_s) + own_s[1]
         return replace(
             layer,
             forward_s=max(forward_s, self.gather_s, states.forward_h2d),
             backward_s=max(backward_s, 2 * self.gather_s, states.backward_h2d, states.backward_d2h),
             replay_s=layer.replay_s + 3 * hidden_s + ulysses_s,
-            attention_s=max(layer.attention_s, ring_s),
+            attention_s=max(layer.attention_s, ring_s) + own_s[0],
         )
 
     @property
@@ -159,7 +162,7 @@ class Costs:
         return self.hidden_bytes * (tp - 1) / self.hardware.bandwidth(tp)
 
     @property
-    def _ring_s(self) -> float:
+    def _cp_s(self) -> float:
         layout = self.layout
         around = (
             4 * self.seq_length / layout.sp * self.model.kv_heads * self.model.head_size / layout.tp * (layout.cp - 1) / layout.cp
@@ -169,11 +172,25 @@ class Costs:
     @property
     def _ulysses_s(self) -> float:
         """Seconds of one pass's all-to-alls, for a profile of one rank alone."""
-        sp = self.layout.sp
-        if sp == 1:
+        ranks, model = self.layout.ulysses, self.model
+        if ranks == 1:
             return 0.0
-        heads = 2 * self.model.heads + 2 * max(self.model.kv_heads, sp)
-        return 2 * self.tokens * heads * self.model.head_size / sp / exchange_bytes_per_s(self.hardware, sp)
+        heads = model.heads + max(model.kv_heads, ranks)
+        return 2 * self.tokens * heads * model.key_value_size / ranks / exchange_bytes_per_s(self.hardware, ranks)
+
+    def ring_s(self, attention_s: float, backward_s: float) -> tuple[float, float]:
+        """Return the seconds, forward and backward, that ds_memo's ring adds to attention of these.
+
+        While a step computes, the next keys and values are on their way; in the backward also the gradients, in fp32, of those
+        before. Nothing hides the gradients' last way, home. All steps have equal work (zigzag).
+        """
+        layout, model, ring = self.layout, self.model, self.layout.ring
+        if ring == 1 or not attention_s:  # what mixes tokens otherwise runs no ring
+            return 0.0, 0.0
+        way_s = 2 * self.tokens * max(model.kv_heads, layout.ulysses) * model.key_value_size / self.hardware.link(layout.ranks)
+        step_s = backward_s / ring
+        between = (max(0.0, ways * way_s - step_s) for ways in (1, *(3,) * (ring - 2), 2))
+        return (ring - 1) * max(0.0, way_s - attention_s / ring), sum(between) + 2 * way_s
 
     @property
     def gather_s(self) -> float:

@@ -32,12 +32,14 @@ def estimate(question: Question) -> Estimate:
 
 def candidates(question: Question) -> list[Layout]:
     q = question
+    node = int(q.hardware.gpus_per_node)
     split = q.tp is not None or q.cp is not None
     zero = q.zero if q.zero is not None else 1 if split and q.offload != "all" else 3
     if (q.tp, q.cp, q.sp) == (None, None, None):
-        found = layouts.ulysses(q.model, q.gpus, zero, q.batch)
+        found = layouts.every_sp(q.model, q.gpus, zero, q.batch, node if q.method == "memo" else None)
     else:
-        one = layouts.check(Layout(q.gpus, q.tp or 1, q.cp or 1, q.sp or 1, zero), q.model)
+        asked = Layout(q.gpus, q.tp or 1, q.cp or 1, q.sp or 1, zero=zero)
+        one = layouts.split(asked, q.model, node, q.ulysses) if q.method == "memo" else layouts.check(asked, q.model)
         found = [one] if q.tp is None or q.cp is not None else layouts.every_cp(one, q.batch)
     return [replace(layout, offload=q.offload) for layout in found]
 
@@ -50,7 +52,7 @@ def _on(question: Question, layout: Layout) -> Estimate:
     if layout.dp > question.batch:
         more = f"{layout.dp} replicas work on {layout.dp} sequences a step"
         largest = layouts.largest_sp(question.model, question.gpus)
-        if layout.sp == largest < question.gpus:
+        if question.method != "memo" and layout.sp == largest < question.gpus:
             more = f"Ulysses ends at sp {largest} with {question.model.heads} heads on {question.gpus} GPUs: {more}"
         notes.append(f"{more}, not on {question.batch}")
     if question.seq_length % layout.ranks:
@@ -115,7 +117,7 @@ def fewest_gpus(question: Question) -> tuple[Estimate | None, Estimate | None]:
             continue
         if tried.status == OK:
             return tried, before
-        if before is not None and tried.layout.ranks == before.layout.ranks and _misses(tried) > 0.99 * _misses(before):
+        if before is not None and tried.status == before.status and _misses(tried) > 0.99 * _misses(before):
             return None, tried
         before = tried
     return None, before

@@ -109,7 +109,9 @@ class Clock(SkipsCompiled):
         machine, name = self.machine, func._schema.name
         if name in ("ds_memo::attention", "ds_memo::attention_backward"):
             query, key, value = args[:3]
-            flops = 2.0 * pairs(query.shape[2], args[3]) * query[..., 0, 0].numel() * (key.shape[-1] + value.shape[-1])
+            window, ring = args[3:5]  # whose ranks have equal shares
+            seen = pairs(query.shape[2] * ring, window) / ring
+            flops = 2.0 * seen * query[..., 0, 0].numel() * (key.shape[-1] + value.shape[-1])
             backward = name.endswith("backward")
             self.flops += flops * (BACKWARD_FLOPS if backward else 1)
             return _attention_s(flops, backward, machine)

@@ -66,7 +66,7 @@ class Layers:
         self._sample = cache(self._take_sample)
         self._in_tiles = cache(self._take_in_tiles)
 
-    def profile(self, machine: Hardware, sp: int, tokens: int, tiled: bool) -> Profile:
+    def profile(self, machine: Hardware, ulysses: int, ring: int, tokens: int, tiled: bool) -> Profile:
         """Return a profile as one of a real run on as many ranks to a sequence.
 
         Args:
@@ -75,12 +75,12 @@ class Layers:
         """
         profiles = []
         for kind, call in self._calls.items():
-            samples = tuple(self._sample(kind, length, sp, machine) for length in self._lengths(kind, tokens))
-            in_tiles = self._in_tiles(kind, sp, machine) if tiled else ()
+            samples = tuple(self._sample(kind, length, ulysses, machine, ring) for length in self._lengths(kind, tokens))
+            in_tiles = self._in_tiles(kind, ulysses, machine, ring) if tiled else ()
             profiles.append(LayerProfile(call.layer.name, samples, in_tiles=in_tiles))
         numbers = {kind: number for number, kind in enumerate(self._calls)}
         layers = tuple(numbers[kind] for kind in self._kinds)
-        return Profile({}, "meta", tuple(profiles), layers, machine.d2h, machine.h2d, 1, sp)
+        return Profile({}, "meta", tuple(profiles), layers, machine.d2h, machine.h2d, 1, ulysses * ring)
 
     def forward_flops(self, tokens: int) -> float:
         """Return the FLOPs of all layers' forward of one sequence."""
@@ -138,19 +138,19 @@ class Layers:
         return _LEAST * _APART**steps, _LEAST * _APART ** (steps + 1)
 
     @contextmanager
-    def _running(self, sp: int, clock: Clock) -> Iterator[None]:
-        ATTENTION.sp = sp
+    def _running(self, ulysses: int, ring: int, clock: Clock) -> Iterator[None]:
+        ATTENTION.sp, ATTENTION.ring = ulysses, ring
         fused = fused_rotary(self._model) if self._fused else nullcontext()
         try:
             with stopwatch.keeping_time(lambda: clock.seconds), fused, CatchSdpa(), clock:
                 yield
         finally:
-            ATTENTION.sp = 1  # of all models
+            ATTENTION.sp = ATTENTION.ring = 1  # of all models
 
     def _run_forward(self, kind: int, length: int) -> Clock:
         """Run a layer's forward alone, and count."""
         fn, args, _ = self._calls[kind].at(length)
-        with torch.no_grad(), self._running(1, clock := Clock(_ANY, length)):
+        with torch.no_grad(), self._running(1, 1, clock := Clock(_ANY, length)):
             fn(*args)
         return clock
 
@@ -158,17 +158,18 @@ class Layers:
         """Return True if a layer loops over its tokens."""
         return self._forward(kind, _LEAST).ops > _MANY_OPS
 
-    def _take_sample(self, kind: int, length: int, sp: int, machine: Hardware) -> LayerSample:
-        sp = 1 if self._loops(kind) else sp  # it trades no heads
-        with self._running(sp, Clock(machine, length)):
+    def _take_sample(self, kind: int, length: int, ulysses: int, machine: Hardware, ring: int = 1) -> LayerSample:
+        if self._loops(kind):  # it trades no heads
+            ulysses = ring = 1
+        with self._running(ulysses, ring, Clock(machine, length)):
             return measure(self._calls[kind], length, META)
 
-    def _take_in_tiles(self, kind: int, sp: int, machine: Hardware) -> tuple[TileSample, ...]:
+    def _take_in_tiles(self, kind: int, ulysses: int, machine: Hardware, ring: int = 1) -> tuple[TileSample, ...]:
         """Return samples of a layer in tiles; none: it cannot run so."""
         if self._loops(kind):
             return ()
         try:
-            with self._running(sp, Clock(machine, _TILED[0])):
+            with self._running(ulysses, ring, Clock(machine, _TILED[0])):
                 return measure_in_tiles(self._calls[kind], _TILED, META)
         except CannotTile:
             return ()

@@ -2,7 +2,8 @@
 
 tp   tensor parallel, with the sequence split outside of the GEMMs (Megatron-LM)
 cp   context parallel: ring attention
-sp   Ulysses: all-to-alls around attention, each rank has some of the heads
+sp   ranks that share a sequence. DeepSpeed's Ulysses: all-to-alls around attention, each rank has some of the heads. ds_memo's
+     own (method memo): Ulysses × ring, so that the heads bound neither
 dp   data parallel: each replica takes its own sequences
 """
 
@@ -12,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ds_memo.estimate.errors import EstimateError
+from ds_memo.sequence.split import ulysses_size
 
 if TYPE_CHECKING:
     from ds_memo.estimate.model import Model
@@ -29,6 +31,8 @@ class Layout:
     tp: int = 1
     cp: int = 1
     sp: int = 1
+    ring: int = 1
+    """Ranks of sp around which keys and values travel."""
     zero: int = 3
     offload: str = "none"
     """One of OFFLOADS."""
@@ -37,6 +41,11 @@ class Layout:
     def ranks(self) -> int:
         """Ranks that share one sequence."""
         return self.tp * self.cp * self.sp
+
+    @property
+    def ulysses(self) -> int:
+        """Ranks that trade heads."""
+        return self.sp // self.ring
 
     @property
     def dp(self) -> int:
@@ -48,7 +57,8 @@ class Layout:
         return self.gpus // self.tp
 
     def __str__(self) -> str:
-        split = [f"{name} {size}" for name in ("tp", "cp", "sp", "dp") if (size := getattr(self, name)) > 1]
+        rings = {"sp": f" = {self.ulysses} × {self.ring}"} if self.ring > 1 else {}
+        split = [f"{name} {size}{rings.get(name, '')}" for name in ("tp", "cp", "sp", "dp") if (size := getattr(self, name)) > 1]
         return ", ".join([*split, f"ZeRO {self.zero}", *([] if self.offload == "none" else [f"offload {self.offload}"])])
 
 
@@ -57,21 +67,49 @@ def check(layout: Layout, model: Model) -> Layout:
     heads = model.heads
     if layout.sp > 1 and not model.trades_heads:
         raise EstimateError(f"--sp {layout.sp}: {model.name} has keys and values of unequal size, which Ulysses does not trade")
-    if layout.gpus % layout.ranks:
-        raise EstimateError(
-            f"--gpus {layout.gpus} is not a multiple of tp · cp · sp = {layout.tp} · {layout.cp} · {layout.sp} = {layout.ranks}"
-        )
+    _check_gpus(layout)
     if heads % (layout.tp * layout.sp):
         most = largest_sp(model, layout.gpus)
         raise EstimateError(
             f"--tp {layout.tp} --sp {layout.sp}: {model.name} has {heads} attention heads, which must be a multiple of tp · sp; "
             f"Ulysses ends at sp {most} here"
         )
-    if not _kv_splits(model, layout.sp):
+    if not _kv_splits(model.kv_heads, layout.sp):
         raise EstimateError(
             f"--sp {layout.sp}: {model.name} has {model.kv_heads} key/value heads; one of the two must be a multiple of the other"
         )
     return layout
+
+
+def split(layout: Layout, model: Model, gpus_per_node: int, ulysses: int | None = None) -> Layout:
+    """Return the layout with its sp as Ulysses × ring, as ds_memo splits it.
+
+    Args:
+        ulysses: as asked for; None: as a run chooses.
+
+    Raises:
+        EstimateError: it cannot split this model or these GPUs.
+    """
+    _check_gpus(layout)
+    tp, heads, key_heads = layout.tp, model.heads // layout.tp, max(1, model.kv_heads // layout.tp)
+    if model.heads % tp:
+        raise EstimateError(f"--tp {tp}: {model.name} has {model.heads} attention heads, which must be a multiple of tp")
+    chosen = ulysses or ulysses_size(layout.sp, heads, key_heads, max(1, gpus_per_node // (tp * layout.cp)))
+    if layout.sp % chosen:
+        raise EstimateError(f"--ulysses {chosen} with --sp {layout.sp}: expected a divisor of sp")
+    if heads % chosen or not _kv_splits(key_heads, chosen):
+        raise EstimateError(
+            f"--sp {layout.sp} with --ulysses {chosen}: {model.name} has {heads} heads and {key_heads} key/value heads on a "
+            "tensor-parallel rank, which are estimated only where all ranks get as many. Give another --ulysses"
+        )
+    return replace(layout, ring=layout.sp // chosen)
+
+
+def _check_gpus(layout: Layout) -> None:
+    if layout.gpus % layout.ranks:
+        raise EstimateError(
+            f"--gpus {layout.gpus} is not a multiple of tp · cp · sp = {layout.tp} · {layout.cp} · {layout.sp} = {layout.ranks}"
+        )
 
 
 def largest_sp(model: Model, gpus: int) -> int:
@@ -79,9 +117,16 @@ def largest_sp(model: Model, gpus: int) -> int:
     return max(_ulysses_sizes(model, gpus))
 
 
-def ulysses(model: Model, gpus: int, zero: int, batch: int) -> list[Layout]:
-    """Return Ulysses layouts: the least sp at which every replica has a sequence, and larger ones."""
-    return _busy([Layout(gpus, sp=sp, zero=zero) for sp in _ulysses_sizes(model, gpus)], batch)
+def every_sp(model: Model, gpus: int, zero: int, batch: int, gpus_per_node: int | None) -> list[Layout]:
+    """Return layouts with the least sp at which every replica has a sequence, and larger ones.
+
+    Args:
+        gpus_per_node: for ds_memo's own split; None: DeepSpeed's Ulysses.
+    """
+    if gpus_per_node is None:
+        return _busy([Layout(gpus, sp=sp, zero=zero) for sp in _ulysses_sizes(model, gpus)], batch)
+    busy = _busy([Layout(gpus, sp=sp, zero=zero) for sp in _divisors(gpus)], batch)
+    return [split(layout, model, gpus_per_node) for layout in busy]
 
 
 def every_cp(layout: Layout, batch: int) -> list[Layout]:
@@ -97,11 +142,11 @@ def _busy(found: list[Layout], batch: int) -> list[Layout]:
 
 def _ulysses_sizes(model: Model, gpus: int) -> list[int]:
     sizes = _divisors(gpus) if model.trades_heads else [1]
-    return [sp for sp in sizes if model.heads % sp == 0 and _kv_splits(model, sp)]
+    return [sp for sp in sizes if model.heads % sp == 0 and _kv_splits(model.kv_heads, sp)]
 
 
-def _kv_splits(model: Model, sp: int) -> bool:
-    return model.kv_heads % sp == 0 or sp % model.kv_heads == 0
+def _kv_splits(kv_heads: int, sp: int) -> bool:
+    return kv_heads % sp == 0 or sp % kv_heads == 0
 
 
 def _divisors(number: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""Kernels that the meta device lacks: flash attention, Ulysses' all-to-alls, and those that fuse several ops, as Liger's.
+"""Kernels that the meta device lacks: flash attention, also in a ring, Ulysses' all-to-alls, and those that fuse ops, as Liger's.
 
 Transformers' layers call attention by its name. Its output and log-sum-exp are what a flash kernel returns, and its
 backward allocates what that one's does: dq in fp32, and dk and dv of every head before groups are summed.
@@ -21,9 +21,10 @@ from ds_memo.estimate.hardware import Hardware
 NAME = "ds_memo_estimate"
 """Name of the attention implementation."""
 _library = torch.library.Library("ds_memo", "FRAGMENT")
-_library.define("attention(Tensor query, Tensor key, Tensor value, int window) -> (Tensor, Tensor)")
+_library.define("attention(Tensor query, Tensor key, Tensor value, int window, int ring) -> (Tensor, Tensor)")
 _library.define(
-    "attention_backward(Tensor query, Tensor key, Tensor value, int window, Tensor gradient) -> (Tensor, Tensor, Tensor)"
+    "attention_backward(Tensor query, Tensor key, Tensor value, int window, int ring, Tensor gradient)"
+    " -> (Tensor, Tensor, Tensor)"
 )
 _library.define("all_to_all(Tensor blocks) -> Tensor")
 
@@ -44,14 +45,16 @@ def exchange_bytes_per_s(machine: Hardware, ranks: int) -> float:
     return 1 / max(inside / machine.intra_node, outside / machine.inter_node)
 
 
-def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int, ring: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     rows = query.transpose(1, 2)
     out = torch.empty_like(rows) if value.shape[-1] == query.shape[-1] else rows.new_empty(*rows.shape[:3], value.shape[-1])
     return out.transpose(1, 2), query.new_empty(query.shape[:3], dtype=torch.float32)
 
 
 def _attention_backward(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int, gradient: torch.Tensor
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int, ring: int, gradient: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     query, key, value = (torch.empty_like(x.transpose(1, 2)).transpose(1, 2) for x in (query, key, value))
     return query, key, value
@@ -63,7 +66,7 @@ _library.impl("all_to_all", torch.empty_like, "Meta")
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    *tensors, ctx.window = inputs
+    *tensors, ctx.window, ctx.ring = inputs
     ctx.save_for_backward(*tensors, *output)
 
 
@@ -72,9 +75,14 @@ def _backward(ctx: Any, gradient: torch.Tensor, _: torch.Tensor) -> tuple[Any, .
     accumulated = torch.empty_like(query, dtype=torch.float32)
     shared = key.shape[1] < query.shape[1]
     expanded = [x.new_empty(x.shape[0], query.shape[1], *x.shape[2:]) for x in (key, value) if shared]
-    found = torch.ops.ds_memo.attention_backward(query, key, value, ctx.window, gradient)
-    del accumulated, expanded
-    return *found, None
+    travelling = [
+        [torch.empty_like(x, dtype=dtype) for dtype in (x.dtype, torch.float32) for _ in range(2)]
+        for x in (key, value)
+        if ctx.ring > 1
+    ]  # what is used and what comes: keys and values, and their gradients
+    found = torch.ops.ds_memo.attention_backward(query, key, value, ctx.window, ctx.ring, gradient)
+    del accumulated, expanded, travelling
+    return *found, None, None
 
 
 torch.library.register_autograd("ds_memo::attention", _backward, setup_context=_save, lib=_library)
@@ -86,7 +94,9 @@ class Attention:
 
     def __init__(self) -> None:
         self.sp = 1
-        """Ranks among which it trades heads (Ulysses); 1: it has whole sequences."""
+        """Ranks among which it trades heads (Ulysses)."""
+        self.ring = 1
+        """Ranks around which keys and values travel. It has whole sequences if both are 1."""
 
     def ranks(self, module: nn.Module) -> int:
         """See ds_memo.tiles.attention_call.AttentionCall.ranks."""
@@ -107,7 +117,7 @@ class Attention:
         window, heads = sliding_window or 0, query.shape[1]
         if self.sp > 1:
             query, key, value = (_whole(x, self.sp) for x in (query, key, value))
-        out, _lse = torch.ops.ds_memo.attention(query, key, value, window)
+        out, _lse = torch.ops.ds_memo.attention(query, key, value, window, self.ring)
         out = out.transpose(1, 2).contiguous()
         return (out if self.sp == 1 else _part(out, self.sp, heads)), None
 
@@ -136,7 +146,7 @@ class CatchSdpa(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         if func is F.scaled_dot_product_attention and args[0].is_meta and args[0].dim() == 4:
-            return torch.ops.ds_memo.attention(*args[:3], 0)[0]
+            return torch.ops.ds_memo.attention(*args[:3], 0, 1)[0]
         return func(*args, **(kwargs or {}))
 
 

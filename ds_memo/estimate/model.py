@@ -36,7 +36,9 @@ class Model:
     measured: Layers = field(repr=False, compare=False)
     """The layers on the meta device."""
     trades_heads: bool = True
-    """False if Ulysses cannot trade its heads: keys and values are not of one size."""
+    """False if DeepSpeed's Ulysses cannot trade its heads: keys and values are not of one size."""
+    key_value_size: int = 0
+    """Elements of a head's key and value."""
     notes: tuple[str, ...] = ()
 
     def sequence_flops(self, seq_length: int) -> float:
@@ -99,18 +101,20 @@ def _model(built: nn.Module, data: dict[str, Any], name: str, notes: list[str], 
     if built.get_output_embeddings() is None and not getattr(config, "tie_word_embeddings", data.get("tie_word_embeddings")):
         parameters += config.vocab_size * config.hidden_size  # a head that Transformers builds around the whole
     value_size, key_size = (getattr(config, key, None) for key in ("v_head_dim", "qk_head_dim"))
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
     return Model(
         name=name,
         layers=len(measured.found),
         hidden=config.hidden_size,
         heads=heads,
         kv_heads=_kv_heads(config, heads),
-        head_size=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        head_size=head_size,
         vocab=config.vocab_size,
         parameters=parameters,
         layer_parameters=max(sum(p.numel() for p in layer.parameters) for layer in measured.found),
         measured=measured,
         trades_heads=value_size == key_size,
+        key_value_size=value_size + key_size if value_size and key_size else 2 * head_size,
         notes=tuple(notes),
     )
 

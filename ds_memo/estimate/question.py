@@ -46,6 +46,8 @@ class Question:
     tp: int | None = None
     cp: int | None = None
     sp: int | None = None
+    ulysses: int | None = None
+    """Ranks of sp that trade heads, as memo.ulysses_size."""
     zero: int | None = None
     offload: str = "none"
     """Model states on the host: one of layout.OFFLOADS."""
@@ -174,7 +176,14 @@ class Estimate:
             "seq_length": self.question.seq_length,
             "gpus": self.question.gpus,
             "sequences": self.sequences,
-            "layout": {"tp": layout.tp, "cp": layout.cp, "sp": layout.sp, "dp": layout.dp, "zero": layout.zero},
+            "layout": {
+                "tp": layout.tp,
+                "cp": layout.cp,
+                "sp": layout.sp,
+                "ulysses": layout.ulysses,
+                "dp": layout.dp,
+                "zero": layout.zero,
+            },
             "offload": layout.offload,
             "notes": list(self.notes),
         }
@@ -201,5 +210,7 @@ def check(question: Question) -> None:
             raise EstimateError(f"alpha {question.alpha} with method {question.method}: only memo has an alpha")
         if not 0 <= question.alpha <= 1:
             raise EstimateError(f"alpha is {question.alpha}, expected 0 to 1")
+    if question.ulysses is not None and (question.method != "memo" or question.sp is None):
+        raise EstimateError(f"--ulysses {question.ulysses}: only memo splits, and only an --sp that is given")
     if question.tile_tokens is not None and question.method != "memo":
         raise EstimateError(f"tile_tokens {question.tile_tokens} with method {question.method}: only memo runs layers in tiles")

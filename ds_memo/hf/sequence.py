@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import operator
 import sys
 import weakref
 from collections.abc import Iterator, Sequence
@@ -116,6 +117,11 @@ class Decoder:
         """Parts of forwards with gradients since the latest backward."""
         self._was_backward = False
         self.is_off = False
+        if catch_mixers(self.module) and getattr(base, "_use_kernels", False):
+            raise MemoError(
+                f"{FIELD}: {type(base).__name__} was loaded with use_kernels=True, and kernels may take the place of layers "
+                "that mix tokens. Load it without"
+            )
         _find_documents_at_the_entrance()
         for module in (*self._modules, *around):
             if (config := getattr(module, "config", None)) is not None:
@@ -124,7 +130,6 @@ class Decoder:
         _models.update(dict.fromkeys(around, self))
         self.module.register_forward_pre_hook(self._enter, with_kwargs=True)
         self.module.register_forward_hook(self._leave)
-        catch_mixers(self.module)
         self._hold(None)
 
     def __deepcopy__(self, memo: dict) -> Decoder:
@@ -311,10 +316,9 @@ class Decoder:
         }
         for name in _FOLLOWS.keys() & given.keys():
             images = given.get(_FOLLOWS[name])
-            if images is not None:  # number the rows from 1, and take those of this rank's tokens
+            if images is not None:
                 numbers = cut(images.flatten().cumsum(0).view_as(images) * images, name)
-                mine = numbers[numbers > 0] - 1
-                found[name] = tree_map(lambda of_images, mine=mine: of_images[mine], given[name])
+                found[name] = tree_map(operator.itemgetter(_rows_of(numbers)), given[name])
         return found
 
     def _refuse_lengths(self, lengths: Sequence[int]) -> None:
@@ -431,6 +435,11 @@ def _dim_of_tokens(tensor: torch.Tensor, rows: int, length: int) -> int | None:
     return next((dim for dim in range(1, len(shape)) if shape[dim] == length and shape[dim - 1] in (rows, 1)), None)
 
 
+def _rows_of(numbers: torch.Tensor) -> torch.Tensor:
+    """Return the rows of images that go to this rank's tokens: `numbers` counts the images' tokens from 1; 0 is text."""
+    return numbers[numbers > 0] - 1
+
+
 def _by_name(signature: inspect.Signature, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
     given: dict[str, Any] = {}
     for name, value in signature.bind_partial(*args, **kwargs).arguments.items():
@@ -470,6 +479,7 @@ def _find_documents_at_the_entrance() -> None:
     masking_utils.find_packed_sequence_indices = lambda positions: None if _running() else found(positions)
 
 
+@torch.compiler.disable(reason="ranks that share a sequence exchange tokens here")
 def _attend(
     before: str,
     module: nn.Module,

@@ -95,16 +95,16 @@ class Parts:
         return flat == sorted(flat)
 
     @functools.cached_property
-    def _of_token(self) -> torch.Tensor:
-        return torch.cat([torch.arange(*piece) for pieces in self.all_pieces for piece in pieces])
+    def _by_rank(self) -> list[tuple[int, int]]:
+        return [piece for pieces in self.all_pieces for piece in pieces]
 
     def sorted(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         """Return a tensor with all ranks' tokens, one rank after another along `dim`, in the order of the sequence."""
-        return x if self.in_order else x.index_select(dim, self._of_token.argsort().to(x.device))
+        return x if self.in_order else _joined(x, dim, self._by_rank, sorted(self._by_rank))
 
     def by_rank(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         """Undo :meth:`sorted`."""
-        return x if self.in_order else x.index_select(dim, self._of_token.to(x.device))
+        return x if self.in_order else _joined(x, dim, sorted(self._by_rank), self._by_rank)
 
     def own_of(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
         """Return this rank's part of a tensor with all tokens in order."""
@@ -143,6 +143,12 @@ def parts_of(module: nn.Module) -> Parts | None:
             'memo recompute the layers ("memo": {"enabled": true} in place of gradient checkpointing)'
         )
     return parts
+
+
+def _joined(x: torch.Tensor, dim: int, have: Sequence[tuple[int, int]], want: Sequence[tuple[int, int]]) -> torch.Tensor:
+    """Return the pieces of a tensor in another order. No index goes to the device, for which the host would wait."""
+    parts = dict(zip(have, x.split([stop - start for start, stop in have], dim), strict=True))
+    return torch.cat([parts[piece] for piece in want], dim)
 
 
 def cut(pieces: Pieces, first: int, last: int) -> Pieces:

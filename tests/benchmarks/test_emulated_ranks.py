@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+from pathlib import Path
 
 import pytest
 
+from benchmarks import rehearsal
 from ds_memo.estimate import hardware
 from ds_memo.ops.builder import cuda_headers
 from tests.benchmarks import emulated_exchanges
@@ -60,7 +62,9 @@ def test_exchanges_of_two_nodes(capfd: pytest.CaptureFixture[str]) -> None:
     seconds = flops_s(length * (length + 1) // 2 // RANKS, machine.attention_forward_efficiency)
     assert took("ring attention") == pytest.approx(seconds, rel=0.02)
     assert sent["ring attention"]["P2P inside a node"] == 7 * pair
-    assert sent["ring attention, backward"]["P2P inside a node"] == 7 * pair + 7 * 2 * pair + pair  # gradients in fp32, at last in bf16
+    assert (
+        sent["ring attention, backward"]["P2P inside a node"] == 7 * pair + 7 * 2 * pair + pair
+    )  # gradients in fp32, at last in bf16
     assert found["received"] == {"torch.bfloat16": 2 * pair, "torch.float32": 2 * 2 * pair}
 
     documents = [BORDER, TOKENS - BORDER]
@@ -73,3 +77,25 @@ def test_exchanges_of_two_nodes(capfd: pytest.CaptureFixture[str]) -> None:
         assert took(f"{name}, backward") == pytest.approx(2.5 * flops_s(pairs, backward), rel=0.05)
     for dtype in ("torch.bfloat16", "torch.float32"):
         assert found[dtype] == [[1, 4, 4096, 128], [1, 4, 4096], "torch.float32"]
+
+
+SCRIPT = Path(rehearsal.__file__).parent / "scripts" / "sequence.py"
+
+
+def layers(capfd: pytest.CaptureFixture[str], *words: str) -> list[str]:
+    """Return what the script prints of layers that 16 ranks of two nodes share, trading heads in a node and in a ring of two."""
+    memo = json.dumps({"alpha": 0.5, "resident_layers": 0, "ulysses_size": 8})
+    asked = ["--ranks", str(RANKS), "--rank", str(RANK), "--device-gib", "80", str(SCRIPT), "llama8b", "64K", str(RANKS), memo]
+    assert rehearsal.main([*asked, *words]) == 0
+    return capfd.readouterr().out.splitlines()
+
+
+def test_layers_in_parts_never_make_the_host_wait(capfd: pytest.CaptureFixture[str]) -> None:
+    waits = [line for line in layers(capfd) if line.startswith("in layers, the host waits")]
+    assert waits and all("deepspeed" in line or "run_ahead_limit" in line for line in waits)
+
+
+def test_the_ring_is_ordered(capfd: pytest.CaptureFixture[str]) -> None:
+    (line,) = [line for line in layers(capfd, "order") if "nothing orders" in line]
+    checked, races = (int(word.replace(",", "")) for word in line.split() if word[0].isdigit())
+    assert checked > 10_000 and races == 0

@@ -101,7 +101,7 @@ def test_memo_leaves_alone_what_a_run_does(capsys):
 
 def test_ulysses_ends_with_the_heads(capsys):
     base = ("estimate", "--model", LLAMA, "--hardware", "h200", "--gpus", "4096")
-    got = answer(capsys, "--seq-length", "64Ki", base=base)
+    got = answer(capsys, "--seq-length", "64Ki", "--method", "full_recompute", base=base)
     assert got["layout"]["sp"] <= 32 and any("Ulysses ends at sp 32" in note for note in got["notes"])
 
 
@@ -166,7 +166,9 @@ def test_timelines(capsys, tmp_path):
         (("--seq-length", "1M", "--alpha", "0.5", "--method", "none"), "only memo"),
         (("--seq-length", "1M", "--method", "magic"), "magic"),
         (("--seq-length", "1M", "--sp", "3"), "not a multiple"),
-        (("--seq-length", "1M", "--gpus", "64", "--sp", "64"), "Ulysses ends at sp 32"),
+        (("--seq-length", "1M", "--gpus", "64", "--sp", "64", "--method", "none"), "Ulysses ends at sp 32"),
+        (("--seq-length", "1M", "--sp", "8", "--ulysses", "3"), "--ulysses 3 with --sp 8"),
+        (("--seq-length", "1M", "--ulysses", "4"), "only an --sp that is given"),
         (("--seq-length", "1M", "--device-memory-gib", "0"), "'0'"),
         (("--seq-length", "1M", "--device-memory-gib", "1e300"), "at most 1e9"),
         (("--seq-length", "1M", "--hardware", "abacus"), "hardware_data/h200.json"),

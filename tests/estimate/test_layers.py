@@ -144,11 +144,12 @@ def test_fused_kernels_take_less() -> None:
     assert sum(o.nbytes for o in fused.outputs) == sum(o.nbytes for o in plain.outputs)
 
 
-def test_latent_attention_has_whole_sequences_on_each_rank() -> None:
-    answer = estimate(Question(small("deepseek_v3"), H100, 4, 2048, batch=4, tile_tokens=0))
-    assert answer.layout.sp == 1
+def test_deepspeeds_ulysses_trades_no_latent_attention() -> None:
+    asked = Question(small("deepseek_v3"), H100, 4, 2048, sp=2, tile_tokens=0)
+    assert estimate(asked).layout.ulysses == 2
     with pytest.raises(ValueError, match="keys and values of unequal size"):
-        estimate(Question(small("deepseek_v3"), H100, 4, 2048, sp=2))
+        estimate(replace(asked, method="none", tile_tokens=None))
+    assert estimate(replace(asked, method="none", tile_tokens=None, sp=None, batch=4)).layout.sp == 1
 
 
 @pytest.mark.slow

@@ -33,7 +33,7 @@ def visible(parts: Parts, mask: Mask, rows: int) -> torch.Tensor:
         i, j, start = every[:, None], every[None], starts[:, None]
         same = starts[None] == start
         if mask.kind == "both":
-            seen[row] = (i < parts.unpadded) & (j < parts.unpadded)
+            seen[row] = same
         elif mask.kind == "chunk":
             seen[row] = same & (j <= i) & ((i - start) // mask.size == (j - start) // mask.size)
         else:

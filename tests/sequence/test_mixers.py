@@ -34,8 +34,13 @@ REST = (
 WHOLE = ("minimax", "zaya", "rwkv")
 ONE = ((0,),)
 PACKED = ((0, 13, 14, 29), (0, 7))
-"""Documents of two rows; the second document of the first is one token long."""
+"""Two rows; the second document of the first is one token long."""
 ALIKE = ((0, 17, 20),)
+OWN = {
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
+    "kimi_linear": {"linear_head_dim": 16, "linear_num_heads": 4},
+}
+"""Sizes of some families: a layer that mixes, and few heads."""
 LENGTH = 37
 """Divides by no number of ranks here: there is padding."""
 
@@ -137,9 +142,7 @@ def layouts(every: bool) -> list[Parts]:
 
 @float64()
 def check(name: str, every: bool = False, **sizes: Any) -> None:
-    if name == "lfm2":
-        sizes["layer_types"] = ["conv", "full_attention"] * 2
-    module = mixer(name, **sizes)
+    module = mixer(name, **OWN.get(name, {}) | sizes)
     for parts in layouts(every):
         difference = worst(module, parts)
         assert difference < EXACT, (name, parts.ranks.ulysses, parts.unpadded, parts.documents, difference)

@@ -15,8 +15,8 @@ from ds_memo.sequence.split import ulysses_size
         (8, 128, 128, 8, 8),
         (16, 16, 16, 16, 16),
         (4, 6, 6, 8, 2),
-        (5, 12, 4, 8, 5),  # none divides: uneven heads inside a node
-        (5, 12, 4, 1, 1),  # a node each: a ring
+        (5, 12, 4, 8, 1),  # none divides: a ring, inside a node, too
+        (4, 32, 8, 1, 1),  # a node each: a ring
         (8, 6, 2, 8, 2),
         (2, 1, 1, 2, 1),
         (1, 32, 8, 8, 1),

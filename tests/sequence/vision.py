@@ -42,6 +42,7 @@ _TOWER = {
 }
 _AXES = {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e4}}
 _WINDOWS = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 6}
+_SIZES = {"image_sizes": torch.tensor([[_SIDE, _SIDE]] * ROWS)}
 _TOKENS = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START, "vision_end_token_id": END}
 
 
@@ -75,22 +76,11 @@ def _qwen(vision: dict[str, Any], **text: Any) -> dict[str, Any]:
 
 
 _IMAGE = _pixels(3, _SIDE, _SIDE)
-_QWEN3 = {"hidden_size": 32, "intermediate_size": 32, "out_hidden_size": HIDDEN, "num_position_embeddings": 64}
+_QWEN = {"depth": 2, "hidden_size": 32, "intermediate_size": 32, "out_hidden_size": HIDDEN}
+_QWEN3 = {**_QWEN, "num_position_embeddings": 64}
 KINDS: dict[str, Kind] = {
     "qwen2_vl": Kind(_qwen({"embed_dim": 32, "hidden_size": HIDDEN}), 16, _patches(14)),
-    "qwen2_5_vl": Kind(
-        _qwen(
-            {
-                "hidden_size": 32,
-                "intermediate_size": 32,
-                "out_hidden_size": HIDDEN,
-                "fullatt_block_indexes": [1],
-                "window_size": 56,
-            }
-        ),
-        16,
-        _patches(14),
-    ),
+    "qwen2_5_vl": Kind(_qwen({**_QWEN, "fullatt_block_indexes": [1], "window_size": 56}), 16, _patches(14)),
     "qwen3_vl": Kind(_qwen({**_QWEN3, "deepstack_visual_indexes": [0, 1]}), 16, _patches(16)),
     "qwen3_5": Kind(
         _qwen(
@@ -131,14 +121,18 @@ KINDS: dict[str, Kind] = {
     ),
     "llava_onevision": Kind(
         {
-            **_siglip(model_type="qwen2"),
+            "text_config": {"model_type": "qwen2", **_TEXT},
+            "vision_config": {"model_type": "siglip_vision_model", **_TOWER, "image_size": 2 * _PATCH},
             "image_token_id": IMAGE,
             "video_token_id": VIDEO,
-            "image_grid_pinpoints": [[_SIDE, _SIDE]],
+            "image_grid_pinpoints": [[2 * _PATCH] * 2],
             "vision_aspect_ratio": "anyres_max_1",
         },
-        36,
-        lambda images: {"pixel_values": torch.randn(ROWS, 2, 3, _SIDE, _SIDE), "image_sizes": torch.tensor([[_SIDE, _SIDE]] * ROWS)},
+        10,
+        lambda images: {
+            **_pixels(2, 3, 2 * _PATCH, 2 * _PATCH)(images),
+            "image_sizes": torch.tensor([[2 * _PATCH] * 2] * ROWS),
+        },
     ),
     "internvl": Kind(
         {
@@ -156,12 +150,17 @@ KINDS: dict[str, Kind] = {
             "vision_config": {"model_type": "pixtral", **_TOWER, "head_dim": 16},
         },
         4,
-        lambda images: {**_IMAGE(images), "image_sizes": torch.tensor([[_SIDE, _SIDE]] * ROWS)},
+        lambda images: {**_IMAGE(images), **_SIZES},
     ),
     **dict.fromkeys(
         ("idefics3", "smolvlm"),
         Kind(
-            {"image_token_id": IMAGE, "text_config": {"model_type": "llama", **_TEXT}, "vision_config": _TOWER, "scale_factor": 2},
+            {
+                "image_token_id": IMAGE,
+                "text_config": {"model_type": "llama", **_TEXT},
+                "vision_config": _TOWER,
+                "scale_factor": 2,
+            },
             4,
             _pixels(1, 3, _SIDE, _SIDE),
         ),
@@ -173,7 +172,7 @@ KINDS: dict[str, Kind] = {
             "image_start_token_id": START,
             "image_end_token_id": END,
             "text_config": {**_TEXT, **_AXES},
-            "vision_config": {"depth": 2, "num_heads": 2, "hidden_size": 32, "out_hidden_size": HIDDEN, "intermediate_size": 32, "image_size": 112},
+            "vision_config": {**_QWEN, "image_size": 2 * _SIDE, "num_heads": 2},
         },
         16,
         _patches(14),
@@ -223,8 +222,8 @@ class Batch:
         padding: tokens at the left of each row, if positive, or at its right.
     """
 
-    def __init__(self, name: str, padding: tuple[int, ...] = (0,) * ROWS) -> None:
-        torch.manual_seed(1)
+    def __init__(self, name: str, padding: tuple[int, ...] = (0,) * ROWS, seed: int = 0) -> None:
+        torch.manual_seed(1 + seed)
         kind = KINDS[name]
         self.tokens = torch.randint(3, IMAGE, (ROWS, LENGTH))
         for row, at in enumerate(AT):
