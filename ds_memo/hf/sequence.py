@@ -109,6 +109,8 @@ class Decoder:
         self._known: dict[Any, Parts] = {}
         self._positions: torch.Tensor | None = None
         """Those that the model was called with. Some do not hand them on."""
+        self._ids: torch.Tensor | None = None
+        """Its input_ids: the decoder may get embeddings alone."""
         self._mask: Any = None
         """Its attention_mask: outer modules may make another one of it."""
         self._leaving: list[tuple[list[Pieces], list[Pieces]]] = []
@@ -159,6 +161,7 @@ class Decoder:
         if module is self._base:
             given = _by_name(self._outer_signature, args, kwargs)
             self._positions, self._mask = given.get("position_ids"), given.get("attention_mask")
+            self._ids = given.get("input_ids")
             if given.get("labels") is not None and given.get("shift_labels") is None and not self.is_off:
                 raise MemoError(
                     f"{FIELD} {self.ranks.size}: the model was called with labels, and would leave each part's last token out. "
@@ -188,6 +191,7 @@ class Decoder:
         positions = given.get("position_ids", self._positions)
         padding = self._padding(given.get("attention_mask"), rows, length)
         if self.takes_whole:
+            self._refuse_other_batches(tokens)
             of_text = positions[0] if positions is not None and positions.dim() == 3 and len(positions) == 4 else positions
             said = [_said(rows, length, of_text if of_text is not None and of_text.dim() == 2 else None, padding)]
             if self._rotary is not None and positions is not None:
@@ -320,6 +324,20 @@ class Decoder:
                 numbers = cut(images.flatten().cumsum(0).view_as(images) * images, name)
                 found[name] = tree_map(operator.itemgetter(_rows_of(numbers)), given[name])
         return found
+
+    def _refuse_other_batches(self, tokens: torch.Tensor) -> None:
+        """Refuse ranks that were given batches of their own, as a plain data loader does, in the place of one for all."""
+        ids = self._ids
+        read = 0 if ids is None else int((ids * torch.arange(1, ids.numel() + 1, device=ids.device).view_as(ids)).sum())
+        said: list[Any] = [None] * self.ranks.size
+        dist.all_gather_object(said, (*tokens.shape[:2], read), group=self.ranks.host_group)
+        if len(set(said)) > 1:
+            came = ", ".join(f"{rows} x {length} on rank {rank}" for rank, (rows, length, _) in enumerate(said))
+            raise MemoError(
+                f"{FIELD} {self.ranks.size}: the ranks of a sequence came with other batches (rows x tokens: {came}); a model that "
+                "reads more than text takes whole sequences, the same on all of them. Let ds_memo.deepspeed.sequence.split send "
+                "batches (whole=True)"
+            )
 
     def _refuse_lengths(self, lengths: Sequence[int]) -> None:
         if self._rotary is None:
