@@ -67,6 +67,28 @@ def assert_exact(name: str, ulysses: int, padding: tuple[int, ...] = (0, 0), set
             )
 
 
+@pytest.mark.parametrize("window", [None, 9])
+def test_a_table_is_the_mask_that_transformers_makes(window, monkeypatch):
+    """Read a few rows at a time; padding sees itself."""
+    generator = torch.Generator().manual_seed(window or 0)
+    monkeypatch.setattr(hf_sequence, "_PAIRS", 150)
+    for _ in range(20):
+        borders = torch.rand(3, 40, generator=generator) < 0.1
+        images = torch.where(torch.rand(3, 1, generator=generator) < 0.8, borders.cumsum(1) - 1, -1)
+        images = torch.where(images % 2 == 0, images, -1)
+        sees = masking_utils.or_masks(masking_utils.causal_mask_function, masking_utils.blockwise_overlay(images))
+        if window is not None:
+            sees = masking_utils.and_masks(sees, masking_utils.sliding_window_overlay(window))
+        text = torch.ones(3, 40, dtype=torch.bool)
+        text[0, :7] = text[2, -5:] = False
+        dense = masking_utils.sdpa_mask(3, 40, 40, mask_function=sees, attention_mask=text, allow_is_causal_skip=False)[:, 0]
+        lo, hi = hf_sequence._table(sees, 3, 40, torch.device("cpu"), text).table
+        key = torch.arange(40)
+        got = (key >= lo[..., None]) & (key <= hi[..., None])
+        assert torch.equal(got[text], dense[text])
+        assert torch.equal(got[~text], torch.eye(40, dtype=torch.bool).expand(3, -1, -1)[~text])
+
+
 class TestTwoRanks(DistributedTest):
     world_size = 2
 
@@ -96,6 +118,14 @@ class TestTwoRanks(DistributedTest):
         """A rank that adds the first rows of the images, as many as it has tokens of them, adds those of other tokens."""
         put_in(monkeypatch, hf_sequence, "_rows_of", lambda right, own: right(own).argsort())
         assert distances("qwen3_vl", 2, (0, 0))[0] > 1e-3
+
+    def test_attention_to_images_themselves(self):
+        """A decoder's argument without tokens."""
+        model = vision.build("llava")
+        sequence.set_up(model, 2)
+        tokens = torch.ones(2, 45, dtype=torch.long)
+        with pytest.raises(ds_memo.MemoError, match=r"LlamaModel was called with inputs_embeds, a tensor of shape \(2, 44, 64\)"):
+            model.model.language_model(input_ids=tokens, inputs_embeds=torch.ones(2, 44, 64))
 
     def test_a_mask_with_holes(self, monkeypatch):
         batch, model = vision.Batch("gemma3"), vision.build("gemma3")
