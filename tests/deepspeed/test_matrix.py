@@ -25,7 +25,7 @@ class TestQuick(DistributedTest):
         matrix.run(matrix.quick_cases(ranks_per_sequence))
 
     def test_a_ring_and_a_length_that_does_not_divide(self, monkeypatch):
-        monkeypatch.setattr(matrix, "LENGTH", 45)
+        monkeypatch.setattr(matrix, "LENGTH", 35)
         matrix.run([replace(case, ulysses=1) for case in matrix.quick_cases(2) if case.dtype == "fp32"])
 
     def test_mistakes_would_show(self, monkeypatch):
@@ -69,7 +69,7 @@ class TestFourRanks(DistributedTest):
         matrix.run(matrix.quick_cases(ranks_per_sequence)[1:4:2])
 
     def test_two_by_two(self, monkeypatch):
-        monkeypatch.setattr(matrix, "LENGTH", 45)
+        monkeypatch.setattr(matrix, "LENGTH", 35)
         matrix.run([replace(case, ulysses=2) for case in matrix.quick_cases(4)[1:4:2]])
 
 
