@@ -52,8 +52,9 @@ class SequenceRanks:
         return self
 
 
+@functools.cache
 def ranks_of(group: dist.ProcessGroup, ulysses: int) -> SequenceRanks:
-    """Make the subgroups; all ranks of the process must call this together.
+    """Make the subgroups, once; all ranks of the process must call this together.
 
     Args:
         group: this rank's; every rank of the run is in one such group of neighbours.

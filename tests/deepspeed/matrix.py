@@ -19,6 +19,7 @@ from deepspeed.utils import groups
 
 import ds_memo
 from ds_memo.deepspeed import sequence
+from ds_memo.sequence.parts import contiguous, even
 from tests.models import VOCAB, build
 
 STEPS, LENGTH = 5, 32
@@ -43,10 +44,13 @@ class Case:
     offload: str = ""
     """"optimizer" or "all": also parameters."""
     ranks_per_sequence: int = 1
+    ulysses: int | None = None
+    """Ranks of these that trade heads; the others are a ring."""
 
     def __str__(self) -> str:
         parts = [f"zero{self.stage}", self.dtype, f"accumulate{self.micro_batches}", self.offload and f"offload-{self.offload}"]
-        return "-".join(filter(None, [*parts, f"sp{self.ranks_per_sequence}"]))
+        ring = self.ulysses and f"ring{self.ranks_per_sequence // self.ulysses}"
+        return "-".join(filter(None, [*parts, f"sp{self.ranks_per_sequence}", ring]))
 
     def config(self, memo: dict[str, Any] | None) -> dict[str, Any]:
         zero: dict[str, Any] = {"stage": self.stage, "stage3_param_persistence_threshold": 0, "reduce_bucket_size": 10**5}
@@ -66,7 +70,8 @@ class Case:
         }
         if self.ranks_per_sequence > 1:
             config["sequence_parallel_size"] = self.ranks_per_sequence
-        return config | ({"memo": memo} if memo else {})
+        section = (memo or {}) | ({} if self.ulysses is None else {"ulysses_size": self.ulysses})
+        return config | ({"memo": section} if section else {})
 
     @property
     def groups(self) -> int:
@@ -141,7 +146,8 @@ def train(
     model = build("llama")
     engine = ds_memo.initialize(model=model, model_parameters=model.parameters(), config=case.config(memo))[0]
     group, place = divmod(dist.get_rank(), case.ranks_per_sequence)
-    part = slice(place * LENGTH // case.ranks_per_sequence, (place + 1) * LENGTH // case.ranks_per_sequence)
+    ((start, stop),) = contiguous(even(LENGTH, case.ranks_per_sequence))[place]
+    part = slice(start, stop)
     losses = []
     for step in range(STEPS):
         total = torch.zeros(())

@@ -4,6 +4,8 @@ without, and on one process.
 The whole matrix: pytest -m slow tests/deepspeed/test_matrix.py -s
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.distributed.nn.functional import all_gather
@@ -21,6 +23,10 @@ class TestQuick(DistributedTest):
     @pytest.mark.parametrize("ranks_per_sequence", [pytest.param(1, marks=pytest.mark.slow), 2])
     def test_every_stage_and_dtype(self, ranks_per_sequence):
         matrix.run(matrix.quick_cases(ranks_per_sequence))
+
+    def test_a_ring_and_a_length_that_does_not_divide(self, monkeypatch):
+        monkeypatch.setattr(matrix, "LENGTH", 35)
+        matrix.run([replace(case, ulysses=1) for case in matrix.quick_cases(2) if case.dtype == "fp32"])
 
     def test_mistakes_would_show(self, monkeypatch):
         """A loss that is not weighted, the tutorial's gradient below ZeRO-3, and host rows that come back wrong."""
@@ -61,6 +67,10 @@ class TestFourRanks(DistributedTest):
     @pytest.mark.parametrize("ranks_per_sequence", [2, 4])
     def test_four_ranks(self, ranks_per_sequence):
         matrix.run(matrix.quick_cases(ranks_per_sequence)[1:4:2])
+
+    def test_two_by_two(self, monkeypatch):
+        monkeypatch.setattr(matrix, "LENGTH", 35)
+        matrix.run([replace(case, ulysses=2) for case in matrix.quick_cases(4)[1:4:2]])
 
 
 TILES = matrix.MEMO | {"tile_tokens": 11, "head_groups": 2}
