@@ -1,6 +1,7 @@
 """Where functions that mix tokens are caught: the globals of models' Python files, and hooks of the modules that call them.
 
-A caught function is the original unless a hook says that its module has a part of a sequence (`_ds_memo_parts`).
+A caught function is the original unless a hook says that its module has a part of a sequence (`_ds_memo_parts`), or its layer
+runs in tiles.
 """
 
 from __future__ import annotations
@@ -11,14 +12,17 @@ import sys
 import threading
 import types
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
 from ds_memo.errors import MemoError
+from ds_memo.remat.undo import changed
 from ds_memo.sequence import exchange
+from ds_memo.sequence.carry import Carry
 from ds_memo.sequence.mixers import CONVOLUTIONS, FUSED, SCANS, WHOLE, Spread, convolution, fitting, scan
 from ds_memo.sequence.parts import Parts, parts_of
 
@@ -30,6 +34,9 @@ CAUGHT: Counter[str] = Counter()
 
 class _UnderWay(threading.local):
     """The modules with hooks whose forward runs, the innermost last, and the parts of each; None: not parallel."""
+
+    carry: Carry | None = None
+    """Of the tile that runs."""
 
     def __init__(self) -> None:
         self.modules: list[tuple[nn.Module, Any]] = []
@@ -60,6 +67,19 @@ def catch_mixers(decoder: nn.Module) -> list[nn.Module]:
             continue
         found.append(module)
     return found
+
+
+def calls_mixers(layer: nn.Module) -> bool:
+    """Catch the functions that a layer's classes call; return whether there are any."""
+    return any([_catch(cls) for cls in {cls for module in layer.modules() for cls in type(module).__mro__}])
+
+
+@contextmanager
+def carrying(given: Sequence[torch.Tensor] | None) -> Iterator[Carry]:
+    """Have caught functions run on a tile inside the block. See :class:`Carry`."""
+    carry = Carry(given)
+    with changed(_UNDER_WAY, "carry", carry):
+        yield carry
 
 
 def _hook(module: nn.Module, enter: Callable[..., Any], leave: Callable[..., Any], with_kwargs: bool = False) -> None:
@@ -110,6 +130,8 @@ def _around(known: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def on_parts(*args: Any, **kwargs: Any) -> Any:
+        if _UNDER_WAY.carry is not None:
+            return _UNDER_WAY.carry.run(known, function, args, kwargs)
         parts = _UNDER_WAY.parts
         if parts is None:
             return function(*args, **kwargs)

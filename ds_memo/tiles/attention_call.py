@@ -24,7 +24,12 @@ from ds_memo.remat.undo import Undoing
 from ds_memo.spans import Span
 from ds_memo.tiles.slices import new_whole, part
 
-NO_ATTENTION = "it calls neither one of Transformers' attention functions nor F.scaled_dot_product_attention"
+
+class NoAttention(CannotTile):
+    """A layer calls no attention that can be caught."""
+
+    def __init__(self) -> None:
+        super().__init__("it calls neither one of Transformers' attention functions nor F.scaled_dot_product_attention")
 
 
 class AttentionCall:
@@ -107,7 +112,7 @@ def run_to_attention(forward: Callable[..., Any], args: tuple, kwargs: dict[str,
         sdpa: False if it is known to call a function of a table: calls of PyTorch's own are then not looked at.
 
     Raises:
-        CannotTile: it calls none that can be caught.
+        NoAttention: it calls none that can be caught.
     """
     reached: list[AttentionCall] = []
 
@@ -120,7 +125,7 @@ def run_to_attention(forward: Callable[..., Any], args: tuple, kwargs: dict[str,
             forward(*args, **kwargs)
         except _Reached:
             return reached[0]
-    raise CannotTile(NO_ATTENTION)
+    raise NoAttention
 
 
 def run_with_attention(
@@ -136,7 +141,7 @@ def run_with_attention(
         sdpa: as in :func:`run_to_attention`.
 
     Raises:
-        CannotTile: it calls attention twice, or not at all.
+        CannotTile: it calls attention twice, or (NoAttention) not at all.
     """
     calls = 0
 
@@ -150,7 +155,7 @@ def run_with_attention(
     with _catching(once, sdpa):
         result = forward(*args, **kwargs)
     if not calls:
-        raise CannotTile(NO_ATTENTION)
+        raise NoAttention
     return result
 
 

@@ -1,8 +1,9 @@
 """The first use of a layer class: find where its tokens lie, and check that it can run tile by tile.
 
 A few tokens run as two tiles and a shorter third, and once whole. Outputs and gradients must agree, token by token: what mixes
-tokens outside of attention (a convolution, a token shift, a recurrence) differs where tiles meet. Tiles choose experts as the
-whole did, if the scores of both choices are next to equal.
+tokens outside of attention (a convolution, a token shift, a recurrence) differs where tiles meet. Where a layer calls no
+attention, caught convolutions and scans go on from tile to tile. Tiles choose experts as the whole did, if the scores of both
+choices are next to equal.
 
 Hidden states are drawn from a seed, alike on all ranks. Ranks that share GEMMs run the check together: what depends on values or
 time is refused at the end, after all collectives.
@@ -16,7 +17,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -25,15 +26,17 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from ds_memo.distributed.agree import world_size
-from ds_memo.distributed.topology import gathers_by_module
+from ds_memo.distributed.topology import gathers_by_module, ranks_per_sequence
 from ds_memo.errors import MemoError
 from ds_memo.remat.layer_state import LayerState, unchanged
 from ds_memo.remat.random_states import KeepsGiven, forked, named_states, own_states
 from ds_memo.remat.tensors import storage_of, tensor_leaves
 from ds_memo.remat.undo import Undoing
+from ds_memo.sequence.catch_mixers import calls_mixers, carrying
+from ds_memo.sequence.mixers import WHOLE
 from ds_memo.spans import Span
 from ds_memo.tiles.around import aliased, autocast_now, dropping
-from ds_memo.tiles.attention_call import AttentionCall, CannotTile, Gathered, run_to_attention, run_with_attention
+from ds_memo.tiles.attention_call import AttentionCall, CannotTile, Gathered, NoAttention, run_to_attention, run_with_attention
 from ds_memo.tiles.choices import Choices
 from ds_memo.tiles.slices import Arguments, hidden_states, part, token_dims
 from ds_memo.tiles.weight_gradients import graph_of
@@ -103,6 +106,18 @@ class Returned:
 
 @dataclass(frozen=True)
 class Shapes:
+    """What the check of a layer class finds. This alone: it calls no attention, and its tiles are a chain."""
+
+    output: Returned
+    """What the layer returns."""
+    draws: bool
+    """True if the layer draws random numbers."""
+    arrivals: tuple[int, ...] = field(default=(), kw_only=True)
+    """Indices of the layer's parameters in the order in which a backward of the whole layer comes to their gradients."""
+
+
+@dataclass(frozen=True)
+class AttentionShapes(Shapes):
     """Where the tokens lie in what a layer class gives to attention and gets from it."""
 
     arguments: tuple[int | None, ...]
@@ -111,18 +126,12 @@ class Shapes:
     """The leaves that need a gradient."""
     result: Returned
     """What attention returns."""
-    output: Returned
-    """What the layer returns."""
-    draws: bool
-    """True if the layer draws random numbers."""
     sdpa: bool
     """True if it calls F.scaled_dot_product_attention itself."""
-    arrivals: tuple[int, ...] = ()
-    """Indices of the layer's parameters in the order in which a backward of the whole layer comes to their gradients."""
 
 
 def probe(module: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Shapes:
-    """Check a layer class on some tokens, with the arguments of a call's first ones.
+    """Check a layer class on some tokens: if it can be cut at attention, and, if it calls none, as a chain of tiles.
 
     Args:
         forward: the layer's own.
@@ -130,6 +139,30 @@ def probe(module: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: d
 
     Raises:
         CannotTile: with the reason.
+    """
+    try:
+        return _probe(module, forward, args, kwargs, chained=False)
+    except NoAttention as reason:
+        mixes = calls_mixers(module)
+        if mixes and ranks_per_sequence() > 1:
+            raise CannotTile("its ranks share a sequence, and a convolution or scan goes from tile to tile on one rank") from None
+        if named := sorted({type(part_of_it).__name__ for part_of_it in module.modules()} & WHOLE):
+            raise CannotTile(f"its {named[0]} mixes tokens in code of its own") from None
+        if hidden_states(args, kwargs).is_meta and not mixes:  # no values would show that it mixes its tokens
+            raise
+        if others := Arguments(args, kwargs).others:
+            raise CannotTile(f"it gets a {others[0]}, which each tile would change. Set use_cache=False") from None
+        try:
+            return _probe(module, forward, args, kwargs, chained=True)
+        except CannotTile as why:
+            raise (why if mixes else reason) from None
+
+
+def _probe(module: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any], chained: bool) -> Shapes:
+    """Check a layer class on some tokens, with the arguments of a call's first ones.
+
+    Args:
+        chained: True if it calls no attention.
     """
     hidden = hidden_states(args, kwargs)
     arguments = Arguments(args, kwargs)
@@ -150,7 +183,8 @@ def probe(module: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: d
     reasons: list[CannotTile] = []
     with forked(x.device), unchanged(module), aliased(module, [*trained.values()]) as parameters, torch.enable_grad():
         leaves = [x, *own.differentiable(), *parameters]
-        run = functools.partial(_run, forward, own_args, own_kwargs)
+        runs = _run_chained if chained else _run
+        run = functools.partial(runs, forward, own_args, own_kwargs)
         before = own_states(x.device)
         with _Watch() as watch:
             run()
@@ -163,18 +197,23 @@ def probe(module: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: d
         with _at_the_end(reasons):
             _refuse_escapes(run)
         if draws:
-            _refuse_draws_of_sequences(forward, own, x, spans)
+            _refuse_draws_of_sequences(functools.partial(runs, forward), own, x, spans)
         with _evaluating(module) if draws else nullcontext():  # a tile draws other numbers than the whole
-            whole = run_to_attention(forward, own_args, own_kwargs)
+            to_attention = [] if chained else run_to_attention(forward, own_args, own_kwargs).leaves
             choices = Choices(rows, length)
             with choices:
-                expected = _run(forward, own_args, own_kwargs)
-            shapes, gathered, found = _in_tiles(forward, own, x, spans, parameters, draws, choices)
+                expected = run()
+            shapes: Shapes
+            if chained:
+                shapes, found = _in_chain(forward, own, x, spans, draws, choices)
+                gathered: list[Any] = []
+            else:
+                shapes, gathered, found = _in_tiles(forward, own, x, spans, parameters, draws, choices)
             if x.is_meta:  # no values to compare: only an estimate runs there
                 return shapes
             with _at_the_end(reasons):
-                _refuse_others(whole.leaves, gathered.leaves, _tolerance(x))
-            _refuse_other_gradients([shapes.output.tensor(expected), *tensor_leaves(whole.leaves)], leaves)
+                _refuse_others(to_attention, gathered, _tolerance(x))
+            _refuse_other_gradients([shapes.output.tensor(expected), *tensor_leaves(to_attention)], leaves)
             for index, parameter in zip(trained, parameters, strict=True):
                 parameter.register_hook(lambda _, index=index: arrived.append(index))
             with _at_the_end(reasons):
@@ -209,6 +248,10 @@ def _trained(module: nn.Module) -> dict[int, nn.Parameter]:
 def _run(forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
     """Run a layer with a stand-in for attention: a rank may run it alone, and documents need not fit the tokens."""
     return run_with_attention(forward, args, kwargs, AttentionCall.stand_in)
+
+
+def _run_chained(forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    return forward(*args, **kwargs)
 
 
 def _saying_why(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -287,12 +330,12 @@ def _is_foreign(hook: Any) -> bool:
     return not getattr(hook, "__module__", "").startswith(("deepspeed.", "ds_memo.sequence."))
 
 
-def _refuse_draws_of_sequences(forward: Callable[..., Any], arguments: Arguments, x: torch.Tensor, spans: Sequence[Span]) -> None:
+def _refuse_draws_of_sequences(run: Callable[..., Any], arguments: Arguments, x: torch.Tensor, spans: Sequence[Span]) -> None:
     """Refuse a layer that draws numbers which all tokens of a sequence share (stochastic depth): each tile would draw its own."""
     drawn = []
     for span in (spans[0], spans[-1]):
         with _Watch() as watch:
-            _run(forward, *arguments.tile(part(x, span, 1), span)[:2])
+            run(*arguments.tile(part(x, span, 1), span)[:2])
         drawn.append(watch.drawn)
     for shape, other in zip(*drawn, strict=False):
         if shape == other:
@@ -310,7 +353,7 @@ def _in_tiles(
     parameters: Sequence[torch.Tensor],
     draws: bool,
     choices: Choices,
-) -> tuple[Shapes, Gathered, torch.Tensor]:
+) -> tuple[AttentionShapes, list[Any], torch.Tensor]:
     """Run the tokens of `x` (b, s, h) in tiles, by ordinary autograd. Return where tokens lie, what attention gets, and the
     layer's output.
 
@@ -337,12 +380,32 @@ def _in_tiles(
     for tile, span in zip(tiles, spans, strict=True):
         with choices.of_whole(span):
             outputs.append(_run(forward, *tile[:2]))
+    output, found = _joined(outputs, x, spans)
+    return AttentionShapes(output, draws, tuple(dims), differentiable, result, first.is_sdpa), gathered.leaves, found
+
+
+def _in_chain(
+    forward: Callable[..., Any], arguments: Arguments, x: torch.Tensor, spans: Sequence[Span], draws: bool, choices: Choices
+) -> tuple[Shapes, torch.Tensor]:
+    """Do the same with a layer without attention: each tile goes on where the one before ended."""
+    outputs: list[Any] = []
+    left = None
+    for span in spans:
+        args, kwargs, _ = arguments.tile(part(x, span, 1), span)
+        with choices.of_whole(span), carrying(left if span.tokens.start else None) as carry:
+            outputs.append(forward(*args, **kwargs))
+        left = carry.left
+    output, found = _joined(outputs, x, spans)
+    return Shapes(output, draws), found
+
+
+def _joined(outputs: Sequence[Any], x: torch.Tensor, spans: Sequence[Span]) -> tuple[Returned, torch.Tensor]:
+    """Describe what tiles return, and return the output for all tokens."""
     output = _one_tensor("it", outputs[0], 1)
     if any(output.tensor(tile).shape != part(x, span, 1).shape for tile, span in zip(outputs, spans, strict=True)):
         raise CannotTile("its output has another shape than its hidden states")
     of_rows = [[output.tensor(tile) for tile in outputs[i : i + _TILES]] for i in range(0, len(outputs), _TILES)]
-    found = torch.cat([torch.cat(of_row, 1) for of_row in of_rows])
-    return Shapes(tuple(dims), differentiable, result, output, draws, first.is_sdpa), gathered, found
+    return output, torch.cat([torch.cat(of_row, 1) for of_row in of_rows])
 
 
 def _refuse_others(whole: list[Any], gathered: list[Any], tolerance: float) -> None:

@@ -24,7 +24,7 @@ from ds_memo.spans import Span
 from ds_memo.tiles.around import dropping
 from ds_memo.tiles.attention_call import AttentionCall, run_to_attention, run_with_attention
 from ds_memo.tiles.modes import AnalyseTile
-from ds_memo.tiles.probe import Shapes
+from ds_memo.tiles.probe import AttentionShapes, Shapes
 from ds_memo.tiles.slices import hidden_states
 from ds_memo.tiles.weight_gradients import see_products_of_zero3
 
@@ -133,14 +133,14 @@ class TiledLayer:
 
     def __init__(self, layer: Layer, module: nn.Module, shapes: Shapes, agree: Callable[[str, bool], None]) -> None:
         self.layer = layer
-        self.shapes = shapes
+        self.shapes: Any = shapes
         self._agree = agree
         self._ran = False
-        self.recipes: dict[Any, SizeRecipes] = {}
+        self.recipes: dict[Any, Any] = {}
         self.attention_recipes: dict[Any, AttentionRecipe] = {}
         self.alphas: dict[Any, float] = {}
         """By key of the call: alpha where the policy leaves it open until sizes are known."""
-        self.result_differs = ranks_per_sequence() > 1
+        self.result_differs = isinstance(shapes, AttentionShapes) and ranks_per_sequence() > 1
         """True if attention's result is not its kernel's output, as the latest call showed. Before the first: where ranks trade
         heads."""
         self._module = weakref.ref(module)
@@ -153,10 +153,21 @@ class TiledLayer:
             self._agree(why, first)
 
     @property
+    def has_run(self) -> bool:
+        return bool(self.attention_recipes if isinstance(self.shapes, AttentionShapes) else self.recipes)
+
+    @property
     def module(self) -> nn.Module:
         module = self._module()
         assert module is not None  # it is running
         return module
+
+
+def note_tile(observed: Observed) -> None:
+    """Note what is the same in all tiles of a layer."""
+    for gemm in observed.gemms():
+        gemm.splits &= not gemm.without_tokens  # each computes it, and none stores it
+    observed.notes.softmax = None  # a router's: attention is not in it
 
 
 def analyse(
@@ -165,7 +176,7 @@ def analyse(
     forward: Callable[..., Any],
     arguments: tuple[tuple, dict[str, Any]],
     span: Span,
-    shapes: Shapes,
+    shapes: AttentionShapes,
 ) -> SizeRecipes:
     """Run a tile twice to make its recipes. Nothing is kept, and the module and generators are put back.
 
@@ -193,9 +204,7 @@ def analyse(
             run_to_attention(forward, args, kwargs)
         part.close_over_inputs(all_rows_kept=False)
         whole.note_hidden_writes()
-        for gemm in whole.gemms():
-            gemm.splits &= not gemm.without_tokens  # alike in all tiles: each computes it, and none stores it
-        whole.notes.softmax = None  # a router's: attention is not in it
+        note_tile(whole)
         to_attention = [part.is_wanted(i) for i in range(len(part.gemms()))]
 
         wanted, found = whole.wanted, {}

@@ -25,8 +25,9 @@ from ds_memo.remat.modes import running_tiles
 from ds_memo.remat.random_states import own_states, set_states
 from ds_memo.remat.undo import Undoing
 from ds_memo.spans import number_of_spans, spans
+from ds_memo.tiles.chain import ChainedCall
 from ds_memo.tiles.layer import TiledCall
-from ds_memo.tiles.probe import LEAST_TOKENS, probe, refuse_call
+from ds_memo.tiles.probe import LEAST_TOKENS, AttentionShapes, probe, refuse_call
 from ds_memo.tiles.recipes import TiledLayer
 from ds_memo.tiles.slices import Arguments, hidden_states
 
@@ -118,10 +119,11 @@ class Tiling:
         def in_tiles(*args: Any, **kwargs: Any) -> Any:
             hidden = hidden_states(args, kwargs)
             cut = spans(hidden.shape[0], hidden.shape[1], tiles.tokens)
-            return TiledCall(tiled, call.forward, args, kwargs, cut, placed, remat, before).run()
+            kind = TiledCall if isinstance(tiled.shapes, AttentionShapes) else ChainedCall
+            return kind(tiled, call.forward, args, kwargs, cut, placed, remat, before).run()
 
         device = remat.engine.device
-        states = [] if placement is None or tiled.attention_recipes else own_states(device)
+        states = [] if placement is None or tiled.has_run else own_states(device)
 
         def run() -> Any:
             try:
@@ -148,7 +150,7 @@ class Verdicts:
     def __init__(self, layer: Layer, module: nn.Module) -> None:
         self._layer = layer
         self.tiled: dict[Any, TiledLayer | None] = {}
-        """None: such a call is no chain of token-wise parts and one attention call."""
+        """None: such a call is neither token-wise parts around one attention call, nor a chain of tiles."""
         self.refused = False
         """True: a rank refused, and the layer runs whole on all of them for good."""
         self._trades_tokens = agree.world_size() > 1 and any(map(is_experts, module.parameters()))

@@ -15,7 +15,7 @@ from torch import nn
 from ds_memo.remat.op_policy import ATTENTION
 from ds_memo.spans import Span
 from ds_memo.swap.engine import SwapEngine
-from ds_memo.tiles import attention_call, layer, modes, probe, recipes, weight_gradients
+from ds_memo.tiles import attention_call, call_in_tiles, layer, modes, probe, recipes, weight_gradients
 from ds_memo.tiles.layer import TiledCall
 from tests.everyday import everyday
 from tests.faults import put_in
@@ -41,7 +41,7 @@ def check(name: str = "llama", **settings: Any) -> None:
 # ---- faults: each gets the right function first
 
 
-class EarlyArguments(layer.Arguments):
+class EarlyArguments(call_in_tiles.Arguments):
     """Tiles but the first get what belongs to tokens that are one further to the left. The probe's tiles are right."""
 
     def tile(self, hidden: torch.Tensor, span: Span) -> Any:
@@ -116,14 +116,14 @@ def result_of_other_tokens(right: Any, call: TiledCall, tile: Any, hidden: torch
 
 
 FAULTS: dict[Callable[..., Any], tuple[Any, str]] = {
-    boundary_off_by_one: (layer, "Arguments"),
+    boundary_off_by_one: (call_in_tiles, "Arguments"),
     hidden_off_by_one: (TiledCall, "_pre_backward"),
     neighbours_frame: (SwapEngine, "keep"),
     corrupt_a_kept_number: (SwapEngine, "_reload"),
     wrong_group_of_heads: (modes.SupplyHeads, "_supplied"),
     forget_the_second_part_of_d_hidden: (TiledCall, "_tile_pre_backward"),
     leave_out_a_product_of_the_head: (recipes.TileRecipe, "up_to_attention"),
-    last_tile_left_out: (layer.GradientSums, "backward"),
+    last_tile_left_out: (call_in_tiles.GradientSums, "backward"),
     transposed_wrongly: (weight_gradients, "_plus_product"),
     result_of_other_tokens: (TiledCall, "_tile_post"),
 }
@@ -177,7 +177,7 @@ def test_a_boundary_that_the_probe_shares_is_caught_by_gradients(monkeypatch: Pa
 
 
 def test_d_hidden_overwritten_while_others_hold_it(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(layer, "is_owned", lambda gradient: True)
+    monkeypatch.setattr(call_in_tiles, "is_owned", lambda gradient: True)
     with pytest.raises(Different):
         test_hooks.test_an_incoming_gradient_that_is_shared(test_hooks.Around)
     with pytest.raises((Different, RuntimeError)):  # its elements share one number: PyTorch refuses to write to it
@@ -211,7 +211,7 @@ def _no_aliases(module: nn.Module, parameters: Sequence[nn.Parameter]) -> Iterat
 
 
 def test_without_aliases_a_parameters_hook_is_called_for_each_tile(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(layer, "aliased", _no_aliases)
+    monkeypatch.setattr(call_in_tiles, "aliased", _no_aliases)
     with pytest.raises(AssertionError):
         test_hooks.test_hooks_of_a_parameter_are_called_once_for_each_backward()
 
@@ -257,7 +257,7 @@ def test_another_inputs_gradient_of_neighbouring_tokens(monkeypatch: Patch) -> N
         *rest, gradients = args
         right(*rest, [None if gradient is None else gradient.roll(1, 1) for gradient in gradients])
 
-    put_in(monkeypatch, layer.Arguments, "add", early)
+    put_in(monkeypatch, call_in_tiles.Arguments, "add", early)
     with pytest.raises(Different, match="memory"):
         test_probe.test_several_differentiable_inputs(test_probe.AddsBehind, 0.5, 5)
 

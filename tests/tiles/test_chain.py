@@ -1,0 +1,235 @@
+"""Layers without attention in tiles: convolutions and scans go on from tile to tile, and gradients are the whole layer's.
+
+Values are float64 where rounding would hide a small fault, or would look like one: a chunk of 64 tokens amplifies it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.tile_models import step, without_random_numbers
+from ds_memo.profile.live import LiveBytes
+from ds_memo.remat.checkpoint import CannotTile
+from ds_memo.sequence.carry import Carry
+from ds_memo.sequence.catch_mixers import carrying
+from ds_memo.tiles import chain
+from ds_memo.tiles.chain import ChainedCall
+from tests import architectures
+from tests.everyday import everyday
+from tests.faults import put_in
+from tests.models import FP32, Different, poisoned_memory
+from tests.sequence.float64 import float64
+from tests.tiles.rig import assert_within, attached, layers_of
+
+Patch = pytest.MonkeyPatch
+EXACT = 1e-11
+BATCH = 2, 37
+"""Sequences and length. No tile length divides it."""
+OWN: dict[str, dict[str, Any]] = {"lfm2": {"layer_types": ["conv", "full_attention"] * 2}}
+FAMILIES = ("lfm2", "nemotron_h", "qwen3_next", "qwen3_5_text", "olmo_hybrid", "mamba2", "bamba", "granitemoehybrid", "lfm3")
+LARGE = ("kimi_linear", "bailing_hybrid")
+"""No setting makes their scans small."""
+
+
+def build(name: str) -> nn.Module:
+    """Return a model whose states live for many tokens: otherwise no test would see whether they arrive."""
+    model = without_random_numbers(architectures.build(name, **OWN.get(name, {})))
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")  # the grouped kernel knows no float64
+    for parameter_name, parameter in model.named_parameters():
+        if parameter_name.endswith("A_log"):
+            parameter.data.sub_(4)
+    return model
+
+
+def check(name: str, tile: int, alpha: float, tolerance: float = EXACT, batch: tuple[int, int] = BATCH, steps: int = 2) -> Any:
+    """Compare steps in tiles with stock's: the first analyses, the second follows the recipes. Return the report."""
+    with float64() if tolerance == EXACT else nullcontext():
+        model = build(name)
+        loss, want = step(model, batch)
+        with attached(model, tile=tile, alpha=alpha, quiet=True) as handle:
+            for _ in range(steps):
+                with poisoned_memory():
+                    found, got = step(model, batch)
+                assert abs(found - loss) <= tolerance * abs(loss)
+                assert_within(got, want, tolerance)
+            return handle.report()
+
+
+def assert_was_tiled(report: dict[str, Any]) -> None:
+    assert report["tiles"]["not_tiled"] == {}
+    assert report["tiles"]["layers"] == list(range(report["layers"]))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "name, tile, alpha, tolerance", [("lfm2", 5, 1.0, EXACT), ("nemotron_h", 16, 0.0, FP32), ("qwen3_next", 23, 0.5, EXACT)]
+)
+def test_same_as_whole(name: str, tile: int, alpha: float, tolerance: float) -> None:
+    """A convolution alone; Mamba-2, with blocks that mix no tokens; the delta rule."""
+    assert_was_tiled(check(name, tile, alpha, tolerance))
+
+
+@pytest.mark.slow
+@pytest.mark.sweep
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", [*FAMILIES, *LARGE])
+@pytest.mark.parametrize("tile", [5, 16, 23, 64])
+def test_every_family(name: str, tile: int) -> None:
+    """A tile of 64 tokens holds no whole sequence: these are longer."""
+    for alpha in (0.0, 1.0):
+        report = check(name, tile, alpha, batch=(1, 71) if tile == 64 else (1, 33) if name in LARGE else BATCH)
+        assert_was_tiled(report)
+        assert (report["gemm_flops_recomputed_fraction"] == 0) == (alpha == 1)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_tiles_of_several_sequences_carry_nothing(monkeypatch: Patch) -> None:
+    given: list[Any] = []
+    put_in(monkeypatch, chain, "carrying", lambda right, value: given.append(value) or right(value))
+    assert_was_tiled(check("lfm2", 64, 0.0, batch=(5, 17)))
+    assert given and not any(given)
+
+
+# ---- what is kept, and what is alive
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_tiles_are_recomputed_as_alpha_says() -> None:
+    stored = []
+    for alpha in (0.0, 1.0):
+        report = check("lfm2", 16, alpha)
+        stored.append(report["bytes_to_host"])
+        assert (report["gemm_flops_recomputed_fraction"] == 0) == (alpha == 1)
+    assert stored[0] < stored[1]
+
+
+def peak(length: int, alpha: float = 0.0) -> int:
+    """Return the most bytes alive at once in a step of one convolutional layer in tiles of 64 tokens."""
+    torch.manual_seed(0)
+    model = nn.Module()
+    model.layers = nn.ModuleList(layers_of(build("lfm2"))[:1])
+    x = torch.randn(1, length, architectures.HIDDEN, requires_grad=True)
+    with attached(model, layers=["layers.0"], tile=64, alpha=alpha, quiet=True):
+        model.layers[0](x).sum().backward()
+        model.zero_grad()
+        with LiveBytes() as count:
+            model.layers[0](x).backward(torch.ones_like(x))
+    return count.peak
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_is_alive_is_a_tile_and_hidden_states() -> None:
+    """Four times the tiles add the output, its gradient, that of the input, and tiles' hidden states where they are kept."""
+    few, many = (peak(64 * tiles) for tiles in (4, 16))
+    hidden = 12 * 64 * architectures.HIDDEN * 4
+    assert 0 < many - few <= 4.5 * hidden
+
+
+# ---- layers that cannot
+
+
+def reasons_of(name: str, **own: Any) -> set[str]:
+    model = without_random_numbers(architectures.build(name, **own))
+    with attached(model, tile=16, quiet=True) as handle:
+        step(model, BATCH)
+        return set(handle.report()["tiles"]["not_tiled"].values())
+
+
+REFUSED = {
+    "falcon_mamba": "takes no state",
+    "recurrent_gemma": "other outputs than the whole",
+    "minimax": "MiniMaxLightningAttention mixes tokens in code of its own",
+    "falcon_h1": "something besides attention mixes its tokens",
+    "bloom": "neither one of Transformers' attention functions",
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", everyday(REFUSED, ["falcon_mamba", "bloom"]))
+def test_is_refused_with_a_reason(name: str) -> None:
+    (reason,) = reasons_of(name)
+    assert REFUSED[name] in reason
+
+
+@pytest.mark.parametrize("argument", ["seq_idx", "cu_seqlens", "initial_state"])
+def test_what_is_of_all_tokens_is_refused(argument: str) -> None:
+    """Documents that kernels are told of, and the state of a cache."""
+    rule = sys.modules["transformers.models.qwen3_next.modeling_qwen3_next"].torch_chunk_gated_delta_rule
+    query, g = torch.randn(3, 1, 8, 2, 4), torch.randn(2, 1, 8, 2)
+    with carrying(None), pytest.raises(CannotTile, match=f"its torch_chunk_gated_delta_rule gets {argument}"):
+        rule(*query, *g, **{argument: torch.zeros(1, 8)})
+
+
+# ---- evaluation
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_without_gradients() -> None:
+    with float64():
+        model, ids = build("nemotron_h").eval(), torch.randint(3, architectures.VOCAB, BATCH)
+        with torch.no_grad():
+            want = model(input_ids=ids).logits
+            with attached(model, tile=16, quiet=True) as handle:
+                with poisoned_memory():
+                    got = model(input_ids=ids).logits
+                report = handle.report()
+    torch.testing.assert_close(got, want, rtol=EXACT, atol=EXACT)
+    assert_was_tiled(report)
+    assert report["bytes_to_host"] == 0
+
+
+# ---- controls: faults in tiles, which the check before them does not see
+
+
+def altered(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
+    """Have tiles get something else from the tile before."""
+
+    def other(right: Callable[..., Any], given: Any) -> Any:
+        return right(given if given is None else [change(tensor) for tensor in given])
+
+    return other
+
+
+def no_state(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor * 0 if tensor.dim() == 4 else tensor
+
+
+def halo_short_by_one(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.dim() == 4 else torch.cat([tensor[:, :1] * 0, tensor[:, 1:]], 1)
+
+
+def state_gradient_dropped(right: Callable[..., Any], *args: Any) -> Any:
+    d_x, d_left, d_others = right(*args)
+    return d_x, [d if d is not None and d.dim() == 3 else None for d in d_left], d_others
+
+
+FAULTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
+    "a state is not carried": (chain, "carrying", altered(no_state)),
+    "a halo is short by one": (chain, "carrying", altered(halo_short_by_one)),
+    "a state's gradient is dropped": (ChainedCall, "_tile_backward", state_gradient_dropped),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("fault", FAULTS)
+def test_is_caught(fault: str, monkeypatch: Patch) -> None:
+    put_in(monkeypatch, *FAULTS[fault][:2], FAULTS[fault][2])
+    with pytest.raises((Different, AssertionError)):
+        check("nemotron_h", 16, 0.0, FP32, steps=1)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_check_sees_a_state_that_is_not_carried(monkeypatch: Patch) -> None:
+    put_in(monkeypatch, Carry, "_scan", lambda right, carry, name, call, given: right(carry, name, call, None))
+    model = build("nemotron_h")
+    with attached(model, tile=16, quiet=True) as handle:
+        step(model, BATCH)
+        assert any("other outputs" in why for why in handle.report()["tiles"]["not_tiled"].values())
