@@ -94,7 +94,7 @@ class TestTwoRanks(DistributedTest):
     def test_a_mask_of_ones_changes_nothing(self, monkeypatch):
         model, found = make("llama"), []
         sequence.set_up(model, 2)
-        put_in(monkeypatch, hf_sequence, "_documents", lambda right, said: found.append(right(said)) or found[-1])
+        put_in(monkeypatch, hf_sequence, "documents_of", lambda right, said: found.append(right(said)) or found[-1])
         batch = Padded((0, 0))
         batch.in_parts(model)
         del batch.given["attention_mask"]
@@ -103,7 +103,7 @@ class TestTwoRanks(DistributedTest):
 
     def test_without_the_mask(self, monkeypatch):
         """Tokens that see the padding before them are others'."""
-        put_in(monkeypatch, hf_sequence, "_said", lambda right, *args: right(*args[:3]))
+        put_in(monkeypatch, hf_sequence, "said_of", lambda right, *args: right(*args[:3]))
         assert distances("llama", 2, Padded((7, 0)))[0] > 1e-2
 
     def test_refusals(self):

@@ -14,6 +14,7 @@ from transformers.models.gemma3 import modeling_gemma3 as gemma3
 import ds_memo
 from ds_memo.deepspeed import sequence
 from ds_memo.hf import sequence as hf_sequence
+from ds_memo.hf import sequence_tables
 from ds_memo.sequence.masks import Mask
 from tests import models
 from tests.distributed_harness.common import DistributedTest
@@ -71,7 +72,7 @@ def assert_exact(name: str, ulysses: int, padding: tuple[int, ...] = (0, 0), set
 def test_a_table_is_the_mask_that_transformers_makes(window, monkeypatch):
     """Read a few rows at a time; padding sees itself."""
     generator = torch.Generator().manual_seed(window or 0)
-    monkeypatch.setattr(hf_sequence, "_PAIRS", 150)
+    monkeypatch.setattr(sequence_tables, "_PAIRS", 150)
     for _ in range(20):
         borders = torch.rand(3, 40, generator=generator) < 0.1
         images = torch.where(torch.rand(3, 1, generator=generator) < 0.8, borders.cumsum(1) - 1, -1)
@@ -82,7 +83,7 @@ def test_a_table_is_the_mask_that_transformers_makes(window, monkeypatch):
         text = torch.ones(3, 40, dtype=torch.bool)
         text[0, :7] = text[2, -5:] = False
         dense = masking_utils.sdpa_mask(3, 40, 40, mask_function=sees, attention_mask=text, allow_is_causal_skip=False)[:, 0]
-        lo, hi = hf_sequence._table(sees, 3, 40, torch.device("cpu"), text).table
+        lo, hi = sequence_tables._table(sees, 3, 40, torch.device("cpu"), text).table
         key = torch.arange(40)
         got = (key >= lo[..., None]) & (key <= hi[..., None])
         assert torch.equal(got[text], dense[text])
@@ -111,7 +112,7 @@ class TestTwoRanks(DistributedTest):
 
     def test_without_the_table(self, monkeypatch):
         """Images whose tokens do not see those behind them are another model's."""
-        monkeypatch.setattr(hf_sequence, "_table", lambda *args: Mask())
+        monkeypatch.setattr(sequence_tables, "_table", lambda *args: Mask())
         assert distances("gemma3", 2, (0, 0))[0] > 1e-3
 
     def test_rows_of_other_tokens(self, monkeypatch):
