@@ -335,8 +335,8 @@ class Decoder:
             came = ", ".join(f"{rows} x {length} on rank {rank}" for rank, (rows, length, _) in enumerate(said))
             raise MemoError(
                 f"{FIELD} {self.ranks.size}: the ranks of a sequence came with other batches (rows x tokens: {came}); a model "
-                "that reads more than text takes whole sequences, the same on all of them. Let ds_memo.deepspeed.sequence.split send "
-                "batches (whole=True)"
+                "that reads more than text takes whole sequences, the same on all of them. Let "
+                "ds_memo.deepspeed.sequence.split send batches (whole=True)"
             )
 
     def _refuse_lengths(self, lengths: Sequence[int]) -> None:
