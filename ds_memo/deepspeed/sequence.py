@@ -103,6 +103,10 @@ def set_up(model: nn.Module, size: int, ulysses: int | None = None) -> ModuleTyp
     if not dist.is_initialized():
         deepspeed.init_distributed()
     check(size, ulysses, dist.get_world_size())
+    config = getattr(model, "config", None)
+    heads = None if config is None else getattr(config.get_text_config(), "num_attention_heads", None)
+    if ulysses is not None and heads is not None and ulysses > heads:
+        raise MemoConfigError(f"memo.ulysses_size: got {ulysses}; allowed: up to the model's {heads} attention heads")
     _make_groups(size)
     group = parallel_state_sp.get_sequence_parallel_group()
     _decoders[model] = Decoder(model, ranks_of(group, ulysses or _chosen(model, size)))

@@ -36,7 +36,7 @@ class _UnderWay(threading.local):
     """The modules with hooks whose forward runs, the innermost last, and the parts of each; None: not parallel."""
 
     carry: Carry | None = None
-    """Of the tile that runs."""
+    """What the tile that runs was given and leaves."""
 
     def __init__(self) -> None:
         self.modules: list[tuple[nn.Module, Any]] = []

@@ -395,7 +395,7 @@ def recompute_attention(model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch)
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Note every search for documents."""
     looks: list[Any] = []
-    put_in(monkeypatch, hf_sequence, "_documents", lambda right, said: looks.append(said) or right(said))
+    put_in(monkeypatch, hf_sequence, "documents_of", lambda right, said: looks.append(said) or right(said))
     return looks
 
 
@@ -429,5 +429,5 @@ def test_documents(positions: list, starts: list) -> None:
         rows, length = whole.shape
         for borders in itertools.combinations_with_replacement(range(length + 1), 2):
             parts = whole.tensor_split(borders, dim=1)
-            said = [hf_sequence._said(rows, part.shape[1], part) for part in parts]
-            assert list(hf_sequence._documents(said)) == starts
+            said = [hf_sequence.said_of(rows, part.shape[1], part) for part in parts]
+            assert list(hf_sequence.documents_of(said)) == starts
