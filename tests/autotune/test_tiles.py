@@ -13,6 +13,7 @@ from ds_memo.placement import Tiles
 from ds_memo.solve.memory import device_bytes
 from ds_memo.solve.placement_kinds import place
 from ds_memo.units import GIB
+from tests import architectures
 from tests.inside import inside
 from tests.models import FP32, Batch, step
 from tests.tiles.rig import assert_within, small
@@ -47,7 +48,7 @@ def profile(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def least(profile: Any, tiles: Tiles | None) -> int:
     """Return the device bytes that swapped layers take, without head and loss."""
-    return device_bytes(profile.costs([(1, TOKENS)], 0, 0, tiles=tiles), place(LAYERS, 0), 0.0)
+    return device_bytes(profile.costs([(1, TOKENS)] * len(profile.kinds), 0, 0, tiles=tiles), place(LAYERS, 0), 0.0)
 
 
 def test_a_profile_has_tiles(profile: Any) -> None:
@@ -74,6 +75,21 @@ def test_layers_that_do_not_fit_run_in_tiles(profile: Any, alpha: float | None) 
     assert alpha is None or report["alpha"] == alpha
     missed = {name: count for name, count in report["plan"]["misses"].items() if count and name != "native"}
     assert report["plan"]["hits"] > 100 and not missed, "native: what the test keeps of a step outlives its pass"
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_layers_with_and_without_attention() -> None:
+    model = architectures.build("lfm2", num_hidden_layers=LAYERS, layer_types=["conv", "full_attention"])
+    stock = copy.deepcopy(model)
+    profile = trained(copy.deepcopy(model), plan={"enabled": False})[1]["profile_itself"]
+    assert [len(kind.in_tiles) for kind in profile.kinds] == [3, 3]
+    budget = 1.5 * least(profile, SMALL)
+    assert budget < least(profile, None), "whole layers do not fit"
+    outcome, report = trained(model, steps=5, device_memory_gib=budget / GIB)
+    assert_within(outcome.grads, step(stock, Batch.random(1, TOKENS, seed=4)).grads, FP32)
+    assert report["tiles"]["layers"] == [0, 1] and report["tiles"]["not_tiled"] == {}
+    assert report["predicted"]["device_bytes"] == pytest.approx(report["plan"]["arena"], rel=0.15)
+    assert report["host"]["slab"] == pytest.approx(report["most_host_bytes"], rel=0.02)
 
 
 def test_never(profile: Any) -> None:

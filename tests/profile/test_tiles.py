@@ -22,6 +22,7 @@ from ds_memo.profile.tile_sample import PARTS, TileSample, in_tiles
 from ds_memo.profile.tiles import measure_in_tiles
 from ds_memo.remat.checkpoint import CannotTile, Layer
 from ds_memo.solve.run_costs import LayerCosts
+from tests import architectures
 from tests.placements import swapped_at
 from tests.profile.samples import make_profile, make_sample
 from tests.tiles.rig import small
@@ -107,11 +108,35 @@ def test_smaller_tiles_are_never_shorter(samples: tuple[TileSample, ...]) -> Non
     assert seconds == sorted(seconds)
 
 
+class Sums(nn.Linear):
+    """Mixes its tokens without attention."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.cumsum(1))
+
+
 def test_a_layer_that_cannot_be_tiled_says_why() -> None:
-    layer = nn.Linear(16, 16)
+    layer = Sums(16, 16)
     call = LayerCall(Layer(0, "layer 0", layer), layer.forward, (torch.randn(1, 512, 16, requires_grad=True),), {})
     with pytest.raises(CannotTile, match="attention"):
         measure_in_tiles(call, (256, 512), CPU)
+
+
+def test_a_layer_without_attention() -> None:
+    """Its only parts are those behind attention. Their bytes are known at other lengths and in other tiles."""
+    model = architectures.build("lfm2", layer_types=["conv"] * 4)
+    layer, x = model.model.layers[0], torch.randn(1, LONGEST, model.config.hidden_size, requires_grad=True)
+    call = LayerCall(Layer(0, "layer 0", layer), layer.forward, (x,), {"attention_mask": None})
+    found = measure_in_tiles(call, (256, 512), CPU)
+    tails = [PARTS.index(part) for part in ("tails", "tails_backward")]
+    for sample in found:
+        assert sum(sample.seconds[part] for part in tails) > 0.95 * sum(sample.seconds)
+    costs = in_tiles(whole(768), 0.0, found, 1, 768, Tiles(192))
+    measured = tiles._measure(call, 768, Tiles(192), 1, CPU, None, 0)
+    assert (costs.working_at_0.forward, costs.working_at_0.backward) == pytest.approx(peaks(measured, False), rel=0.02)
+    kind = LayerProfile("layer 0", (make_sample(256), make_sample(512)), in_tiles=found)
+    mixed = dataclasses.replace(make_profile(), kinds=(kind,), layers=(0,))
+    assert mixed.tilings([(1, 1024)])[0].tokens == 512
 
 
 def test_nothing_is_left_behind(call: LayerCall, samples: tuple[TileSample, ...]) -> None:
