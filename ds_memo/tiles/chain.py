@@ -11,6 +11,7 @@ carry.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -35,9 +36,6 @@ from ds_memo.tiles.modes import AnalyseTile
 from ds_memo.tiles.recipes import note_tile
 from ds_memo.tiles.slices import fill, new_whole, part
 from ds_memo.tiles.weight_gradients import GradientSums
-
-Left = list[torch.Tensor]
-"""What a tile leaves for the next, by the layer's calls of caught functions."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +67,7 @@ class ChainedCall(CallInTiles):
             self._remat.part_begins(begins)
         all_stored = stored_tiles(len(self._spans), self._placement.decided_alpha)
         output: torch.Tensor | None = None
-        left: Left = []
+        left: list[torch.Tensor] = []
         for number, span in enumerate(self._spans):
             stored, of_kind = number in all_stored, recipes[self._kind(span)]
             recipe = of_kind.stored if stored else of_kind.recomputed
@@ -87,7 +85,9 @@ class ChainedCall(CallInTiles):
         assert output is not None
         return output
 
-    def _tile_forward(self, tile: Tile, hidden: torch.Tensor, carry: Left, records: bool) -> tuple[torch.Tensor, Left]:
+    def _tile_forward(
+        self, tile: Tile, hidden: torch.Tensor, carry: list[torch.Tensor], records: bool
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Run a tile. Return its output, and what it leaves for the next."""
         x, carry = self._hidden_of(hidden, tile.span), self._leaves(carry)
         self._keep_inputs(tile.call, [x, *carry])
@@ -97,18 +97,19 @@ class ChainedCall(CallInTiles):
         if records:
             output, left, _ = self._run_tile(tile, x, carry, Record(tile.call, left_recipe=self._tiled.recipes.clear))
         else:
-            packs = _Counting()
-            output, left, _ = self._run_tile(tile, x, carry, torch.autograd.graph.saved_tensors_hooks(packs, packs))
-            if packs.count != tile.call.recipe.packs:  # it left its recipe, where products were left out
+            packs = itertools.count()
+            counting = torch.autograd.graph.saved_tensors_hooks(lambda tensor: next(packs), lambda number: None)
+            output, left, _ = self._run_tile(tile, x, carry, counting)
+            if next(packs) != tile.call.recipe.packs:  # it left its recipe, where products were left out
                 tile.call.recipe = replace(tile.call.recipe, ops=[])
         return output.detach(), [tensor.detach() for tensor in left]
 
-    def _leaves(self, carry: Sequence[torch.Tensor]) -> Left:
+    def _leaves(self, carry: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [tensor.detach().requires_grad_(self._trains) for tensor in carry]
 
     def _run_tile(
-        self, tile: Tile, x: torch.Tensor, carry: Left, mode: AbstractContextManager[Any]
-    ) -> tuple[torch.Tensor, Left, list[torch.Tensor]]:
+        self, tile: Tile, x: torch.Tensor, carry: list[torch.Tensor], mode: AbstractContextManager[Any]
+    ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
         """Return a tile's output, what it leaves for the next, and its inputs besides `x` and `carry`."""
         args, kwargs, _ = self._arguments.tile(x, tile.span)
         with self._seeded(tile.seed), mode, carrying(carry if tile.span.tokens.start else None) as after:
@@ -124,7 +125,7 @@ class ChainedCall(CallInTiles):
         """Run a tile, and for its carry the first of its sequence. Nothing is kept; the module and generators are put back."""
         module, observed = self._tiled.module, Observed()
         with running_tiles(), forked(self._engine.device), unchanged(module), dropping():
-            carry: Left = []
+            carry: list[torch.Tensor] = []
             if span.tokens.start:
                 first = Tile(self._spans[0], call, False, None)
                 carry = self._leaves(self._run_tile(first, self._hidden_of(hidden, first.span), [], nullcontext())[1])
@@ -177,12 +178,3 @@ class ChainedCall(CallInTiles):
         ends = [(output, d_output), *((end, d_end) for end, d_end in zip(left, d_left, strict=False) if d_end is not None)]
         d_x, *rest = sums.backward([end for end, _ in ends], [d_end for _, d_end in ends], [x, *carry, *others])
         return d_x, rest[: len(carry)], rest[len(carry) :]
-
-
-class _Counting:
-    """Counts the tensors that autograd would save, and has it save nothing."""
-
-    count = 0
-
-    def __call__(self, _: Any) -> None:
-        self.count += 1
