@@ -37,6 +37,17 @@ def trained(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: gradient for name, gradient in gradients(model).items() if gradient is not None}
 
 
+def made(name: str, ulysses: int) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    """Return a model in parts, and its gradients without memo."""
+    torch.manual_seed(0)
+    model = architectures.build(name).train()
+    for parameter_name, parameter in model.named_parameters():
+        if parameter_name.endswith("A_log"):
+            parameter.data.sub_(3)  # states that live longer than a token
+    sequence.set_up(model, 2, ulysses)
+    return model, trained(model)
+
+
 def distance(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> float:
     largest = max(float(gradient.norm()) for gradient in want.values())
     return max(float((got[name] - w).norm()) / max(float(w.norm()), 1e-3 * largest) for name, w in want.items())
@@ -49,14 +60,8 @@ class TestUnderMemo(DistributedTest):
 
     @pytest.mark.parametrize("ulysses", [2, 1])
     @pytest.mark.parametrize("name", ["qwen3_next", "nemotron_h", "lfm2_moe", "jamba", "falcon_h1"])
-    def test_replays_are_the_forward(self, name: str, ulysses: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        torch.manual_seed(0)
-        model = architectures.build(name).train()
-        for parameter_name, parameter in model.named_parameters():
-            if parameter_name.endswith("A_log"):
-                parameter.data.sub_(3)  # states that live longer than a token
-        sequence.set_up(model, 2, ulysses)
-        want = trained(model)
+    def test_replays_are_the_forward(self, name: str, ulysses: int) -> None:
+        model, want = made(name, ulysses)
         for alpha in (0.0, 0.5, 1.0):
             handle = ds_memo.attach(model, {"enabled": True, "alpha": alpha, "resident_layers": 0})
             for _ in range(2):
@@ -65,6 +70,10 @@ class TestUnderMemo(DistributedTest):
             assert report["sequence"] == {"ranks": 2, "ulysses": ulysses, "ring": 2 // ulysses}
             assert report["bytes_to_host"]
             handle.detach()
+
+    def test_control(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Replays on the parts of the latest forward."""
+        model, want = made("qwen3_next", 2)
         ds_memo.attach(model, {"enabled": True, "alpha": 0.5, "resident_layers": 0})
         put_in = layer_state.Part.put_in
 
@@ -76,7 +85,5 @@ class TestUnderMemo(DistributedTest):
             put_in(self, settings._replace(values=tuple(values)))
 
         monkeypatch.setattr(layer_state.Part, "put_in", forgetting)
-        with pytest.raises(
-            (ds_memo.MemoError, RuntimeError, AssertionError)
-        ):  # other documents are other work, or give other values
+        with pytest.raises((ds_memo.MemoError, RuntimeError, AssertionError)):  # other work, or other values
             assert distance(trained(model), want) < 1e-3
