@@ -156,6 +156,7 @@ class TestTwoRanks(DistributedTest):
             check(name, every=True)
 
     @pytest.mark.slow
+    @pytest.mark.sweep
     @pytest.mark.parametrize("name", REST)
     def test_other_families(self, name):
         check(name)

@@ -99,6 +99,7 @@ class TestTwoRanks(DistributedTest):
             assert_exact(name, ulysses)
 
     @pytest.mark.slow
+    @pytest.mark.sweep
     @pytest.mark.parametrize("name", vision.KINDS)
     def test_padding(self, name):
         for ulysses in (2, 1):
