@@ -88,9 +88,11 @@ def refuse_inexact(
         except MemoError:
             raise
         except Exception as error:
+            why = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+            own = "its attention computes with a mask, by code of its own; " if "'Mask'" in why else ""
             raise MemoError(
                 f"{FIELD} {ranks}: {type(model).__name__} cannot be tried on {part * ranks} tokens with input_ids and "
-                f"position_ids ({type(error).__name__}: {str(error).strip().partition(chr(10))[0]}), so memo does not know if "
+                f"position_ids ({own}{why}), so memo does not know if "
                 f'parts give what whole sequences give. Use "{FIELD}": 1, or a model whose forward needs nothing else'
             ) from error
         suspects = {key: off for key, off in found.items() if suspects is None or key in suspects}
