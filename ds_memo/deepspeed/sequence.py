@@ -86,7 +86,7 @@ def set_up(model: nn.Module, size: int, ulysses: int | None = None) -> ModuleTyp
     """Make a Hugging Face model sequence-parallel over groups of `size` neighbouring ranks.
 
     Other models in the process stay as they are. Every forward must then be given this rank's part of the tokens
-    (:func:`split`), and their ``position_ids`` where a row has several documents.
+    (:func:`split`) and their ``position_ids``; that of a model with towers whole sequences.
 
     Args:
         ulysses: ranks of a group that trade heads; what is left is a ring. None: chosen.
