@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from ds_memo.errors import MemoError
 from ds_memo.profile.gathered_params import gathered
@@ -23,8 +22,6 @@ from ds_memo.remat.undo import Undoing
 from ds_memo.shapes import HiddenShape
 
 _INTEGERS = (torch.int32, torch.int64)
-_shortened = WeakTensorKeyDictionary()
-"""Integer arguments, such as position_ids, of calls cut to a shorter length."""
 
 
 Call = tuple[Callable[..., Any], tuple, dict[str, Any]]
@@ -35,11 +32,6 @@ AsCalled = Callable[[Callable[..., Any], tuple, dict[str, Any]], Call]
 def as_it_is(fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Call:
     """Return a forward and its arguments unchanged."""
     return fn, args, kwargs
-
-
-def is_shortened(tensor: torch.Tensor) -> bool:
-    """Return True for an integer argument that :meth:`LayerCall.at` has cut along the sequence."""
-    return tensor in _shortened
 
 
 class LayerCall:
@@ -170,8 +162,6 @@ class LayerCall:
                 short = short.contiguous()
                 made[id(value)] = short.clone() if short.data_ptr() == value.data_ptr() else short
                 made[id(value)].requires_grad_(value.requires_grad)
-                if value.dtype in _INTEGERS and short.shape != value.shape:
-                    _shortened[made[id(value)]] = True
             return made[id(value)]
 
         args, kwargs = tree_map(cut, (self._args, self._kwargs), is_leaf=_is_block_mask)

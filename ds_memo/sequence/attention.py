@@ -7,6 +7,7 @@ alone. So memo keeps them like those of any attention kernel, and a replay trade
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -62,9 +63,8 @@ def attend(
     if query.shape[2] != parts.own:
         parts = parts.shortened(query.shape[2])
         mask = mask if mask.table is None else Mask()  # layers of a profile need the work alone
-    ranks, heads, key_heads = parts.ranks, query.shape[1], key.shape[1]
-    owned = blocks(heads, ranks.ulysses)
-    keys = _keys(owned, heads, key_heads)
+    ranks = parts.ranks
+    owned, keys = _shares(query.shape[1], key.shape[1], ranks.ulysses)
     q = to_heads(query.transpose(1, 2), owned, ranks.ulysses_group)
     k, v = (to_heads(x.transpose(1, 2), keys, ranks.ulysses_group) for x in (key, value))
     if s_aux is not None and ranks.ulysses > 1:
@@ -75,22 +75,17 @@ def attend(
     return to_tokens(out, [len(of_rank) for of_rank in owned], ranks.ulysses_group), None
 
 
-def trading_ranks(parts: Parts, heads: int, key_heads: int) -> int:
-    """Return the number of ranks that trade heads, each a block of as many neighbours; 1 where these do not divide."""
-    ranks = parts.ranks.ulysses
-    divides = heads % ranks == 0 and (key_heads % ranks == 0 or ranks % key_heads == 0)
-    return ranks if divides else 1
-
-
-def _keys(owned: Sequence[Sequence[int]], heads: int, key_heads: int) -> list[list[int]]:
-    """Return the key heads of each rank: each of them once, or once for each query head where they would not be shared evenly."""
+@functools.lru_cache(maxsize=64)
+def _shares(heads: int, key_heads: int, ranks: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Return the heads of each rank and their key heads: each once, or once for each head where not all serve as many."""
+    owned = blocks(heads, ranks)
     keys = shared_by(owned, heads, key_heads)
     each = [[head * key_heads // heads for head in of_rank] for of_rank in owned]
     even = all(
         len(of_rank) % len(mine) == 0 and [mine[i * len(mine) // len(of_rank)] for i in range(len(of_rank))] == of_rank
         for of_rank, mine in zip(each, keys, strict=True)
     )
-    return keys if even else each
+    return owned, keys if even else each
 
 
 def _mask(module: nn.Module, mask: Any, window: int | None, is_causal: bool | None) -> Mask:

@@ -36,18 +36,16 @@ Three = Sequence[Tensor]
 """Tensors for queries, keys and values."""
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, bands: Sequence[Band], scale: float, softcap: float = 0.0, shared: Heads = None
-) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, bands: Sequence[Band], scale: float, softcap: float = 0.0) -> tuple[Tensor, Tensor]:
     """Return output (b, s, h, e) and log-sum-exp (b, h, s) over the keys of these bands. A query without a band has 0 and -inf.
 
     Where a query is in several calls, their results are merged in the accumulator's dtype.
 
     Args:
+        k, v: each head serves the same number of neighbouring query heads.
         softcap: logits are softcap · tanh(logits / softcap). 0: no cap.
-        shared: key head of each query head. None: the same number of neighbours shares each.
     """
-    given = _Given(q, k, v, bands, scale, softcap, shared)
+    given = _Given(q, k, v, bands, scale, softcap)
     kernel, work, qkv = given.kernel, given.work, given.qkv
     if work.one_for_queries:
         out, lse = kernel.forward(_parts(qkv, work.calls[0]), work.calls[0])
@@ -79,7 +77,7 @@ def merge(out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor) -> None:
 
 def backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bands: Sequence[Band], scale: float,
-    softcap: float = 0.0, shared: Heads = None,
+    softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of q, k and v through these bands. Those of all ring steps add up to the whole's.
 
@@ -88,7 +86,7 @@ def backward(
     Args:
         out, lse: over all keys that a query sees, in all ring steps.
     """
-    given = _Given(q, k, v, bands, scale, softcap, shared)
+    given = _Given(q, k, v, bands, scale, softcap)
     kernel, work, qkv = given.kernel, given.work, given.qkv
     grad, out = given.laid(grad), given.laid(out)
     by_token = (lse.transpose(0, 1).flatten(1)[None] if work.flat else lse).transpose(1, 2)
@@ -112,15 +110,12 @@ def backward(
 class _Given:
     """Inputs as the kernel wants them."""
 
-    def __init__(
-        self, q: Tensor, k: Tensor, v: Tensor, bands: Sequence[Band], scale: float, softcap: float, shared: Heads
-    ) -> None:
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, bands: Sequence[Band], scale: float, softcap: float) -> None:
         self.kernel = _kernel(q, v, scale, softcap)
         self.work = _work(self.kernel, tuple(bands), q.shape[0], q.shape[1], k.shape[1])
         heads, self._keys = q.shape[2], k.shape[2]
-        evenly = tuple(head * self._keys // heads for head in range(heads))
-        known = evenly if self.kernel.shares_heads and heads % self._keys == 0 else tuple(range(self._keys))
-        self._key_of: Heads = None if (shared or evenly) == known else shared or evenly
+        repeated = heads != self._keys and not self.kernel.shares_heads
+        self._key_of: Heads = tuple(head * self._keys // heads for head in range(heads)) if repeated else None
         """Key head of each query head, if heads are repeated."""
         size = max(q.shape[3], v.shape[3])
         self._size = size + -size % 8

@@ -23,7 +23,6 @@ CASES: dict[str, dict[str, Any]] = {
     "window": {"mask": Mask("window", 50)},
     "packed windows": {"rows": 2, "documents": PACKED, "mask": Mask("window", 50)},
     "both": {"mask": Mask("both"), "length": 70},
-    "shared": {"heads": (5, 2), "shared": (0, 0, 0, 1, 1)},
     "mla": {"sizes": (192, 128)},
     "odd": {"sizes": (20, 12)},
     "large": {"sizes": (320, 320)},
@@ -56,7 +55,7 @@ def called(dtype: torch.dtype, case: Any) -> dict[str, int]:
     parts = Parts(ranks, case.length, case.documents)
     tokens, heads = parts.length // ring, ((h, d), (hk, d), (hk, e), (h, e))
     q, k, v, grad = (torch.empty(rows, tokens, n, size, dtype=dtype, device="cuda") for n, size in heads)
-    how = 0.1, getattr(case, "softcap", 0.0), getattr(case, "shared", None)
+    how = 0.1, getattr(case, "softcap", 0.0)
     with Ops() as ops:
         for bands in plan(parts, case.mask).steps:
             out, lse = kernels.forward(q, k, v, bands, *how)

@@ -112,7 +112,7 @@ class TestExchange(DistributedTest):
                 assert_as_whole(inputs[rank], lambda x, dim=dim, parts=parts: gather(x, dim, parts), inputs, ordered)
 
     def test_move(self):
-        """Between a caller's parts of any lengths, some empty, zigzag parts, and random ones; what nobody has is zero."""
+        """Between a caller's parts of any lengths, some empty, zigzag parts, and random ones. Tokens of no rank are zero."""
         ranks, rank, group = dist.get_world_size(), dist.get_rank(), dist.group.WORLD
         generator = random.Random(ranks)
         layouts = []

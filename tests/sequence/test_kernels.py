@@ -55,7 +55,7 @@ def reference(
 
 
 def ring_of(
-    parts: Parts, inputs: list[torch.Tensor], mask: Mask, scale: float, softcap: float, shared: tuple[int, ...] | None, own: int
+    parts: Parts, inputs: list[torch.Tensor], mask: Mask, scale: float, softcap: float, own: int
 ) -> tuple[list[torch.Tensor], list[Any]]:
     """Compute one ring number's queries step by step; return out, lse and gradients by q and by all keys and values."""
     q, k, v, grad = inputs
@@ -69,13 +69,13 @@ def ring_of(
     for step, bands in enumerate(steps):
         keys = places[(own - step) % ring]
         if bands:
-            found.append(forward(q, k[:, keys], v[:, keys], bands, scale, softcap, shared))
+            found.append(forward(q, k[:, keys], v[:, keys], bands, scale, softcap))
             merge(out, lse, *found[-1])
     dq, dk, dv = (torch.zeros_like(x, dtype=wide) for x in (q, k, v))
     for step, bands in enumerate(steps):
         keys = places[(own - step) % ring]
         if bands:
-            a, b, c = backward(grad, q, k[:, keys], v[:, keys], out.to(q.dtype), lse, bands, scale, softcap, shared)
+            a, b, c = backward(grad, q, k[:, keys], v[:, keys], out.to(q.dtype), lse, bands, scale, softcap)
             dq += a
             dk[:, keys] += b
             dv[:, keys] += c
@@ -91,7 +91,7 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 def differences(
     parts_of: Any, mask: Mask, rows: int = 1, heads: tuple[int, int] = (4, 2), sizes: tuple[int, int] = (8, 8),
-    softcap: float = 0.0, shared: tuple[int, ...] | None = None, dtype: torch.dtype = torch.float64,
+    softcap: float = 0.0, dtype: torch.dtype = torch.float64,
     device: str = "cpu",
 ) -> list[float]:  # fmt: skip
     """Return errors of out, lse and the gradients over all ring numbers, relative to the largest value."""
@@ -102,7 +102,7 @@ def differences(
     inputs = [torch.randn(rows, length, n, size, dtype=torch.float64) for n, size in ((h, d), (hk, d), (hk, e), (h, e))]
     inputs = [x.to(dtype) for x in inputs]
     q, k, v = (x.double().detach().requires_grad_() for x in inputs[:3])
-    key_of = list(shared or [i * hk // h for i in range(h)])
+    key_of = [i * hk // h for i in range(h)]
     seen = visible(parts_of(0), mask, rows)
     out, lse = reference(q, k, v, seen, 0.3, softcap, key_of)
     grads = torch.autograd.grad(out, (q, k, v), inputs[3].double())
@@ -111,7 +111,7 @@ def differences(
     for own in range(ring):
         parts = parts_of(own)
         at = torch.cat([torch.arange(*piece) for piece in parts.pieces_of_ring(own)])
-        got = [x.cpu().double() for x in ring_of(parts, [x.to(device) for x in inputs], mask, 0.3, softcap, shared, own)[0]]
+        got = [x.cpu().double() for x in ring_of(parts, [x.to(device) for x in inputs], mask, 0.3, softcap, own)[0]]
         total[0][:, at], total[1][:, :, at], total[2][:, at] = got[:3]
         total[3] += got[3]
         total[4] += got[4]
@@ -145,10 +145,8 @@ def test_ring_steps_merge_to_the_softmax_over_all_keys(ring: int, mask: Mask, mo
         {"heads": (6, 1)},
         {"sizes": (12, 5)},
         {"sizes": (5, 12)},
-        {"heads": (5, 2), "shared": (0, 0, 1, 1, 1)},
-        {"heads": (3, 4), "shared": (3, 0, 2)},
         {"softcap": 1.5},
-        {"softcap": 0.7, "heads": (5, 2), "shared": (0, 0, 0, 1, 1), "sizes": (6, 3)},
+        {"softcap": 0.7, "heads": (6, 2), "sizes": (6, 3)},
     ],
     ids=str,
 )
@@ -171,7 +169,7 @@ def test_lower_precision(dtype: torch.dtype, tolerance: float, softcap: float) -
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize(
     "case",
-    [{}, {"sizes": (24, 16)}, {"sizes": (264, 8)}, {"heads": (5, 2), "shared": (0, 0, 0, 1, 1)}, {"softcap": 1.5}],
+    [{}, {"sizes": (24, 16)}, {"sizes": (264, 8)}, {"softcap": 1.5}],
     ids=str,
 )
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)], ids=str)
@@ -214,7 +212,7 @@ def test_gradients_want_the_log_sum_exp_of_all_steps() -> None:
     """Negative control: that of one step is wrong."""
     parts = Parts(ranks(2, 1), 40)
     q, k, v, grad = (torch.randn(1, 40, 2, 8, dtype=torch.float64) for _ in range(4))
-    (out, lse, dq, *_), found = ring_of(parts, [q, k, v, grad], Mask(), 0.3, 0.0, None, 1)
+    (out, lse, dq, *_), found = ring_of(parts, [q, k, v, grad], Mask(), 0.3, 0.0, 1)
     at = [torch.cat([torch.arange(*piece) for piece in parts.pieces_of_ring(number)]) for number in (1, 0)]
     given = [(grad[:, at[1]] * 0 + grad[:, at[0]], q[:, at[0]], k[:, keys], v[:, keys]) for keys in at]
     steps = plan(parts, Mask()).steps
