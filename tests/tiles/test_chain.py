@@ -5,7 +5,7 @@ Values are float64 where rounding would hide a small fault, or would look like o
 
 from __future__ import annotations
 
-import sys
+import importlib
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -18,7 +18,7 @@ from benchmarks.tile_models import step, without_random_numbers
 from ds_memo.profile.live import LiveBytes
 from ds_memo.remat.checkpoint import CannotTile
 from ds_memo.sequence.carry import Carry
-from ds_memo.sequence.catch_mixers import carrying
+from ds_memo.sequence.catch_mixers import calls_mixers, carrying
 from ds_memo.tiles import chain
 from ds_memo.tiles.chain import ChainedCall
 from tests import architectures
@@ -176,7 +176,8 @@ def test_is_refused_with_a_reason(name: str) -> None:
 @pytest.mark.parametrize("argument", ["seq_idx", "cu_seqlens", "initial_state"])
 def test_what_is_of_all_tokens_is_refused(argument: str) -> None:
     """Documents that kernels are told of, and the state of a cache."""
-    rule = sys.modules["transformers.models.qwen3_next.modeling_qwen3_next"].torch_chunk_gated_delta_rule
+    assert calls_mixers(architectures.build("qwen3_next"))  # and has them caught
+    rule = importlib.import_module("transformers.models.qwen3_next.modeling_qwen3_next").torch_chunk_gated_delta_rule
     query, g = torch.randn(3, 1, 8, 2, 4), torch.randn(2, 1, 8, 2)
     with carrying(None), pytest.raises(CannotTile, match=f"its torch_chunk_gated_delta_rule gets {argument}"):
         rule(*query, *g, **{argument: torch.zeros(1, 8)})
