@@ -15,8 +15,8 @@ from torch.utils.checkpoint import _StopRecomputationError
 _VALUES = 64
 """Values of a tensor that are compared."""
 _SEEDS = 2
-"""Integers that may be an attention kernel's seed and offset, which it leaves unwritten where it drops nothing. PyTorch's cuDNN and
-flash attention return such memory, and a replay that runs the kernel again finds something else in it."""
+"""Integers that may be an attention kernel's seed and offset. cuDNN's leaves them unwritten where it drops nothing, so that a
+replay that runs the kernel again finds something else there."""
 _MOST_OFF = 0.05
 """Share of them that may differ: an activation's input goes to the other side of its kink."""
 DIFFERS = (
