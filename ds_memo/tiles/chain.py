@@ -76,7 +76,7 @@ class ChainedCall(CallInTiles):
         parts = fitting(parts, self._arguments.length, type(module).__name__)
         self._striped = striped(parts, self._spans[0].size[1])
         outside, inside, group = parts.all_pieces, self._striped.all_pieces, parts.ranks.group
-        self._hidden = move(self._hidden, outside, inside, group)
+        self._hidden, self._tiled.striped = move(self._hidden, outside, inside, group), True
         result, output = super().run(), self._shapes.output
         return output.of(move(output.tensor(result), inside, outside, group))
 

@@ -54,8 +54,9 @@ class Tiling:
         if self._latest is None:
             return None
         tiled = {found.layer.index for found in self._tiled_layers()}
+        striped = {found.layer.index for found in self._tiled_layers() if found.striped}
         refusals = dict(self._refusals)
-        return {**self._latest._asdict(), "layers": sorted(tiled), "not_tiled": refusals}
+        return {**self._latest._asdict(), "layers": sorted(tiled), "striped": sorted(striped), "not_tiled": refusals}
 
     @property
     def result_differs(self) -> bool:
