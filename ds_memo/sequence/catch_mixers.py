@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from ds_memo.errors import MemoError
+from ds_memo.remat.checkpoint import CannotTile
 from ds_memo.remat.undo import changed
 from ds_memo.sequence import exchange
 from ds_memo.sequence.carry import Carry
@@ -75,9 +76,9 @@ def calls_mixers(layer: nn.Module) -> bool:
 
 
 @contextmanager
-def carrying(given: Sequence[torch.Tensor] | None) -> Iterator[Carry]:
+def carrying(given: Sequence[torch.Tensor] | None, stretch: Parts | None = None) -> Iterator[Carry]:
     """Have caught functions run on a tile inside the block. See :class:`Carry`."""
-    carry = Carry(given)
+    carry = Carry(given, stretch)
     with changed(_UNDER_WAY, "carry", carry):
         yield carry
 
@@ -171,6 +172,8 @@ def _enter_convolution(module: nn.Conv1d, args: tuple[torch.Tensor]) -> tuple[to
     parts = _parts_of(module)
     if parts is None:
         return None
+    if _UNDER_WAY.carry is not None:
+        raise CannotTile("its nn.Conv1d is called outright, and does not go on from tile to tile")
     (x,), reach = args, (module.kernel_size[0] - 1) * module.dilation[0]
     if module.padding[0] != reach or module.stride[0] != 1 or module.padding_mode != "zeros" or x.shape[-1] > parts.own:
         raise MemoError(
