@@ -53,6 +53,7 @@ _LET_GO_S = 1.0
 """Time for gloo's thread to let go of the tensors of a collective (AutoTP). The caller goes on a few ms before that."""
 BY_MODULE = "ZeRO-3 gathers its parameters module by module. Let ds_memo.initialize make the engine"
 """Why a layer runs whole that was attached without its engine."""
+MATRIX = "its attention makes a matrix of tokens × tokens"
 _SCALE = 0.1
 """Standard deviation of the hidden states. Much larger ones would hide what a layer adds to them."""
 _NEAR = 4
@@ -98,6 +99,8 @@ class Returned:
         joined = len(tensors) == 1 and tensors[0].dim() == 3 and len(self.shape) == 4 and self.dim == 1
         if joined and tensors[0].shape[2] % self.shape[3] == 0:  # there may be fewer heads
             return tensors[0].unflatten(2, (-1, self.shape[3]))
+        if any(tensor.dim() == 4 and tensor.shape[2] == tensor.shape[3] for tensor in tensors[1:]):
+            raise CannotTile(MATRIX)
         if len(tensors) != 1 or tensors[0].dim() != len(self.shape):
             raise CannotTile(f"attention returns tensors of the shapes {[tuple(tensor.shape) for tensor in tensors]}")
         return tensors[0]
