@@ -127,12 +127,12 @@ def _hybrid(shape: Shape, common: dict[str, Any]) -> nn.Module:
     if shape.family == "qwen3next":
         heads = {} if real else {"linear_num_value_heads": 4, "linear_num_key_heads": 2}
         sizes = {} if real else dict.fromkeys(("head_dim", "linear_key_head_dim", "linear_value_head_dim"), 8)
-        return Qwen3NextForCausalLM(Qwen3NextConfig(**common, mlp_only_layers=list(range(shape.layers)), **heads, **sizes))
+        return Qwen3NextForCausalLM(Qwen3NextConfig(**common, num_experts=0, **heads, **sizes))
     letters = {"M": "linear_attention", "-": "mlp", "*": "full_attention"}
     del common["num_hidden_layers"]
     small = {"mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 8, "head_dim": 8, "chunk_size": 8}
     kinds = [letters[letter] for letter in "M-M*-M"]
-    return NemotronHForCausalLM(NemotronHConfig(**common, layers_block_type=kinds, **({} if real else small)))
+    return NemotronHForCausalLM(NemotronHConfig(**common, n_routed_experts=0, layers_block_type=kinds, **({} if real else small)))
 
 
 def small_models(vocab: int, layers: int, hidden: int, heads: int, kv_heads: int, llama_ffn: int) -> dict[str, nn.Module]:

@@ -11,7 +11,6 @@ all in one         mamba-ssm's mamba_split_conv1d_scan_combined, which saves the
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -21,7 +20,6 @@ import torch.nn.functional as F
 
 from ds_memo.estimate.hardware import Hardware
 from ds_memo.sequence.catch_mixers import kernels_instead
-from ds_memo.sequence.mixers import Call
 
 NAMESPACE = "ds_memo_mixers"
 _CHUNK = 64
