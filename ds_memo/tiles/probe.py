@@ -153,7 +153,7 @@ def probe(module: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: d
     except NoAttention as reason:
         if named := sorted({type(part_of_it).__name__ for part_of_it in module.modules()} & WHOLE):
             raise CannotTile(f"its {named[0]} mixes tokens in code of its own") from None
-        if hidden_states(args, kwargs).is_meta and not mixes:  # no values would show that it mixes its tokens
+        if hidden_states(args, kwargs).is_meta and not (mixes or _is_mlp(module)):  # no values would show that it mixes tokens
             raise
         if others := Arguments(args, kwargs).others:
             raise CannotTile(f"it gets a {others[0]}, which each tile would change. Set use_cache=False") from None
@@ -161,6 +161,12 @@ def probe(module: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: d
             return _probe(module, forward, args, kwargs, mixes, chained=True)
         except CannotTile as why:
             raise (why if mixes else reason) from None
+
+
+def _is_mlp(layer: nn.Module) -> bool:
+    """Return True for a layer that has norms and MLPs or experts alone, by the names of Transformers' classes."""
+    names = [type(part_of_it).__name__ for part_of_it in layer.children()]
+    return all("Norm" in name or name.endswith(("MLP", "MoE")) for name in names)
 
 
 def _probe(
