@@ -25,6 +25,10 @@ MOST_GROUPS = 8
 """As many as tiles set by hand have. The paper's groups are of one query head for each rank."""
 
 
+_SAVED = object()
+"""Stands for a tensor among outputs."""
+
+
 class _Kernel(TorchDispatchMode):
     """Records the outputs of an attention op, or returns those that were recorded in its place."""
 
@@ -79,26 +83,25 @@ class _HeadGroups(torch.autograd.Function):
             if result is None:
                 result = out.new_empty(*out.shape[:2], layout.groups, *out.shape[2:])
             result[:, :, group] = out
-            others.append((kernel.outputs or (None,))[1:])  # without attention's result: it is in its place now
+            others.append((kernel.outputs or (None,))[1:])  # the result is in its place now
             del out, kernel
         result = result.flatten(2)
         tensors = [y for outputs in others for y in outputs if isinstance(y, Tensor)]
         ctx.save_for_backward(x, cos, sin, result, *parameters, *tensors)  # a checkpoint drops what is saved, and nothing else
         ctx.layout, ctx.parameters = layout, len(parameters)
-        ctx.others = [[None if isinstance(y, Tensor) else y for y in outputs] for outputs in others]
+        ctx.others = [[_SAVED if isinstance(y, Tensor) else y for y in outputs] for outputs in others]
         return result
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         layout, (x, cos, sin, result, *saved) = ctx.layout, ctx.saved_tensors
         parameters, tensors = saved[: ctx.parameters], iter(saved[ctx.parameters :])
-        heads = (layout.groups, -1, layout.size)
-        dx, of_parameters = None, [None if p is None else torch.empty_like(p) for p in parameters]
-        flat = x.flatten(0, 1)
+        dx, of_parameters, flat = None, [None if p is None else torch.empty_like(p) for p in parameters], x.flatten(0, 1)
+        by_group = [y.unflatten(2, (layout.groups, -1, layout.size)) for y in (result, gradient)]
         for group in range(layout.groups):
             projected = [y.requires_grad_() for y in _project(x, parameters, layout.groups, group)]
-            result_g, gradient_g = (heads_to_ranks(y.unflatten(2, heads)[:, :, group].transpose(1, 2), layout.ranks) for y in (result, gradient))
-            outputs = [next(tensors) if y is None else y for y in ctx.others[group]]
+            result_g, gradient_g = (heads_to_ranks(y[:, :, group].transpose(1, 2), layout.ranks) for y in by_group)
+            outputs = [next(tensors) if y is _SAVED else y for y in ctx.others[group]]
             with torch.enable_grad(), _Kernel((result_g, *outputs) if outputs else None):
                 out = sdpa(*layout.arrange(projected, cos, sin), layout.scale)
             shares = torch.autograd.grad(out, projected, gradient_g)
