@@ -3,8 +3,8 @@
 All of them checkpoint every layer. published_runs.json has measurements, sources and settings:
 
     kernel    of attention, at the rates that the FlashAttention-3 paper measured on H100
-    inputs    "all" on the device; "waits": on the host, and compute waits for the copies (ALST); a number: on the host, copies
-              hide, and so many are on the device at once
+    inputs    layer inputs on the device at once: "all", or a number where they go to the host
+    waits     compute waits for their copies: ALST's, and those of Transformers' `offload`, which run on its stream
     mlp       "tiled": DeepSpeed's TiledMLP, which runs the MLP once more
     loss      "chunked": no logits of all tokens
     full      the longest that trained: the device was full
@@ -74,7 +74,7 @@ def answer(run: dict[str, Any]) -> Answer:
 
 def _checkpointed(layer: LayerCosts, costs: Costs, run: dict[str, Any]) -> LayerCosts:
     again_s, backward_s = layer.replay_s + layer.gemm_s + layer.attention_s, layer.backward_s
-    waits = costs.hidden_bytes if run["inputs"] == "waits" else 0
+    waits = costs.hidden_bytes if run.get("waits") else 0
     if run.get("mlp") == "tiled":  # the MLP is all that follows attention's projection; its weights' gradients are summed in bf16
         projected = next(o.born for o in layer.outputs if o.role == "gemm" and o.born > layer.outputs[-1].born / 3)
         sums = math.ceil(costs.tokens / costs.model.hidden) * 6 * costs.model.layer_parameters
@@ -93,7 +93,7 @@ def _checkpointed(layer: LayerCosts, costs: Costs, run: dict[str, Any]) -> Layer
 def _device_bytes(costs: Costs, run: dict[str, Any]) -> dict[str, float]:
     """Return the bytes of a GPU by part, without what an allocator loses between its blocks."""
     layers, hidden = costs.layers(), costs.hidden_bytes
-    inputs = {"all": len(layers), "waits": 1}.get(run["inputs"], run["inputs"])
+    inputs = len(layers) if run["inputs"] == "all" else run["inputs"]
     whole = max(max(layer.working.forward, layer.working_without_attention.backward) for layer in layers)
     parts = state_bytes(costs) | {
         "gathered parameters": gathered_bytes(costs),
