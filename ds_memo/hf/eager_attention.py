@@ -49,14 +49,20 @@ class _Name(str):
 
 
 _NAME = _Name("ds_memo_attention")
-_warnings: weakref.WeakKeyDictionary[nn.Module, Callable[[str], None]] = weakref.WeakKeyDictionary()
-"""By each module of an attached model, what warns its user. Other models that share its configuration run eagerly."""
+_ways: weakref.WeakKeyDictionary[nn.Module, tuple[dict[str, str], Callable[[str], None]]] = weakref.WeakKeyDictionary()
+"""By each module of an attached model, how its attention runs, by class, and what warns the user. Other models that share its
+configuration run eagerly."""
 
 
-def use_one_op(model: nn.Module, warn: Callable[[str], None], undo_with: Callable[[Callable[[], Any]], None]) -> None:
+def use_one_op(
+    model: nn.Module, ways: dict[str, str], warn: Callable[[str], None], undo_with: Callable[[Callable[[], Any]], None]
+) -> None:
     """Give a model whose attention is eager because Transformers has no other for it one op in its place.
 
     Compiled layers keep their own: a compiler fuses some of it, and takes no op of ours into its graph.
+
+    Args:
+        ways: gets, by class of attention, "one op" or why it is left to the eager function.
     """
     if has_compiled(model):
         return
@@ -70,13 +76,13 @@ def use_one_op(model: nn.Module, warn: Callable[[str], None], undo_with: Callabl
         undo_with(functools.partial(setattr, part.config, ATTENTION, "eager"))
         setattr(part.config, ATTENTION, _NAME)
         for module in part.modules():
-            _warnings[module] = warn
+            _ways[module] = ways, warn
             undo_with(functools.partial(_forget, weakref.ref(module)))
 
 
 def _forget(module: weakref.ref[nn.Module]) -> None:
     if (gone := module()) is not None:
-        _warnings.pop(gone, None)
+        _ways.pop(gone, None)
 
 
 # ---- attention
@@ -88,9 +94,10 @@ def _attend(
 ) -> Any:
     """Stand for eager attention in Transformers' table."""
     eager = _eager_of(type(module))
-    warn = _warnings.get(module)
-    if warn is not None:
+    if module in _ways:
+        ways, warn = _ways[module]
         why = _why_eager(eager, module, (query, key, value), attention_mask, kwargs)
+        ways[type(module).__name__] = why or "one op"
         if why is None:
             return attend(module, query, key, value, attention_mask, attention_mask.parts, **kwargs)
         warn(

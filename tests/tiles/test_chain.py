@@ -162,7 +162,7 @@ REFUSED = {
     "recurrent_gemma": "tensors of a call outlive it",
     "minimax": "MiniMaxLightningAttention mixes tokens in code of its own",
     "falcon_h1": "something besides attention mixes its tokens",
-    "bloom": "neither one of Transformers' attention functions",
+    "bloom": "its BloomAttention multiplies queries by keys in code of its own",
 }
 
 
