@@ -128,7 +128,8 @@ class ChainedCall(CallInTiles):
             output, left, _ = self._run_tile(tile, x, carry, nullcontext())
             return output, left
         if records:
-            mode = Record(tile.call) if packed else Record(tile.call, left_recipe=self._tiled.recipes.clear)
+            # A new recipe takes a run of a tile, in which ranks that share its sequence would have to join.
+            mode = Record(tile.call, left_recipe=self._tiled.recipes.clear) if self._striped is None else Record(tile.call)
             output, left, _ = self._run_tile(tile, x, carry, mode)
         else:
             packs = itertools.count()
