@@ -12,7 +12,7 @@ import sys
 import threading
 import types
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -49,6 +49,8 @@ class _UnderWay(threading.local):
 
 
 _UNDER_WAY = _UnderWay()
+_INSTEAD: dict[str, Callable[..., Any]] = {}
+"""Of all threads: backwards run layers again in autograd's."""
 
 
 def catch_mixers(decoder: nn.Module) -> list[nn.Module]:
@@ -81,6 +83,18 @@ def carrying(given: Sequence[torch.Tensor] | None, stretch: Parts | None = None)
     carry = Carry(given, stretch)
     with changed(_UNDER_WAY, "carry", carry):
         yield carry
+
+
+@contextmanager
+def kernels_instead(kernels: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """Have caught functions run these in the block, by the names in the tables, in place of their own: where no GPU is."""
+    before = dict(_INSTEAD)
+    _INSTEAD.update(kernels)
+    try:
+        yield
+    finally:
+        _INSTEAD.clear()
+        _INSTEAD.update(before)
 
 
 def _hook(module: nn.Module, enter: Callable[..., Any], leave: Callable[..., Any], with_kwargs: bool = False) -> None:
@@ -131,15 +145,16 @@ def _around(known: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def on_parts(*args: Any, **kwargs: Any) -> Any:
+        inner = _INSTEAD.get(known, function)
         if _UNDER_WAY.carry is not None:
-            return _UNDER_WAY.carry.run(known, function, args, kwargs)
+            return _UNDER_WAY.carry.run(known, inner, args, kwargs)
         parts = _UNDER_WAY.parts
         if parts is None:
-            return function(*args, **kwargs)
+            return inner(*args, **kwargs)
         if known in FUSED:
             return None
         CAUGHT[known] += 1
-        return run(known, function, args, kwargs, parts)
+        return run(known, inner, args, kwargs, parts)
 
     return on_parts
 

@@ -53,6 +53,7 @@ _LET_GO_S = 1.0
 """Time for gloo's thread to let go of the tensors of a collective (AutoTP). The caller goes on a few ms before that."""
 BY_MODULE = "ZeRO-3 gathers its parameters module by module. Let ds_memo.initialize make the engine"
 """Why a layer runs whole that was attached without its engine."""
+MATRIX = "its attention makes a matrix of tokens × tokens"
 _SCALE = 0.1
 """Standard deviation of the hidden states. Much larger ones would hide what a layer adds to them."""
 _NEAR = 4
@@ -98,6 +99,8 @@ class Returned:
         joined = len(tensors) == 1 and tensors[0].dim() == 3 and len(self.shape) == 4 and self.dim == 1
         if joined and tensors[0].shape[2] % self.shape[3] == 0:  # there may be fewer heads
             return tensors[0].unflatten(2, (-1, self.shape[3]))
+        if any(tensor.dim() == 4 and tensor.shape[2] == tensor.shape[3] for tensor in tensors[1:]):
+            raise CannotTile(MATRIX)
         if len(tensors) != 1 or tensors[0].dim() != len(self.shape):
             raise CannotTile(f"attention returns tensors of the shapes {[tuple(tensor.shape) for tensor in tensors]}")
         return tensors[0]
@@ -150,7 +153,7 @@ def probe(module: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: d
     except NoAttention as reason:
         if named := sorted({type(part_of_it).__name__ for part_of_it in module.modules()} & WHOLE):
             raise CannotTile(f"its {named[0]} mixes tokens in code of its own") from None
-        if hidden_states(args, kwargs).is_meta and not mixes:  # no values would show that it mixes its tokens
+        if hidden_states(args, kwargs).is_meta and not (mixes or _is_mlp(module)):  # no values would show that it mixes tokens
             raise
         if others := Arguments(args, kwargs).others:
             raise CannotTile(f"it gets a {others[0]}, which each tile would change. Set use_cache=False") from None
@@ -158,6 +161,12 @@ def probe(module: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: d
             return _probe(module, forward, args, kwargs, mixes, chained=True)
         except CannotTile as why:
             raise (why if mixes else reason) from None
+
+
+def _is_mlp(layer: nn.Module) -> bool:
+    """Return True for a layer that has norms and MLPs or experts alone, by the names of Transformers' classes."""
+    names = [type(part_of_it).__name__ for part_of_it in layer.children()]
+    return all("Norm" in name or name.endswith(("MLP", "MoE")) for name in names)
 
 
 def _probe(
