@@ -114,6 +114,8 @@ class Shapes:
     """True if the layer draws random numbers."""
     arrivals: tuple[int, ...] = field(default=(), kw_only=True)
     """Indices of the layer's parameters in the order in which a backward of the whole layer comes to their gradients."""
+    carries: bool = field(default=False, kw_only=True)
+    """True if its tiles go on where the ones before them ended: it has convolutions or scans."""
 
 
 @dataclass(frozen=True)
@@ -140,12 +142,12 @@ def probe(module: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: d
     Raises:
         CannotTile: with the reason.
     """
+    mixes = calls_mixers(module)
+    if mixes and ranks_per_sequence() > 1:
+        raise CannotTile("its ranks share a sequence, and a convolution or scan goes from tile to tile on one rank")
     try:
         return _probe(module, forward, args, kwargs, chained=False)
     except NoAttention as reason:
-        mixes = calls_mixers(module)
-        if mixes and ranks_per_sequence() > 1:
-            raise CannotTile("its ranks share a sequence, and a convolution or scan goes from tile to tile on one rank") from None
         if named := sorted({type(part_of_it).__name__ for part_of_it in module.modules()} & WHOLE):
             raise CannotTile(f"its {named[0]} mixes tokens in code of its own") from None
         if hidden_states(args, kwargs).is_meta and not mixes:  # no values would show that it mixes its tokens
@@ -363,10 +365,7 @@ def _in_tiles(
     """
     tiles = [arguments.tile(part(x, span, 1), span) for span in spans]
     lengths = spans[0].size[1], spans[-1].size[1]
-    calls = []
-    for tile, span in zip(tiles, spans, strict=True):
-        with choices.of_whole(span):
-            calls.append(run_to_attention(forward, *tile[:2]))
+    calls, _ = _one_after_another(functools.partial(run_to_attention, forward), tiles, spans, choices)
     first, last = calls[0], calls[-1]
     dims = _dims("attention gets", first.leaves, last.leaves, lengths)
     differentiable = tuple(i for i, leaf in enumerate(first.leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad)
@@ -376,27 +375,37 @@ def _in_tiles(
     gathered = Gathered(dims, *x.shape[:2])
     for call, span, (*_, wholes) in zip(calls, spans, tiles, strict=True):
         gathered.add(span, call, wholes)
-    outputs = []
-    for tile, span in zip(tiles, spans, strict=True):
-        with choices.of_whole(span):
-            outputs.append(_run(forward, *tile[:2]))
+    outputs, carries = _one_after_another(functools.partial(_run, forward), tiles, spans, choices)
     output, found = _joined(outputs, x, spans)
-    return AttentionShapes(output, draws, tuple(dims), differentiable, result, first.is_sdpa), gathered.leaves, found
+    shapes = AttentionShapes(output, draws, tuple(dims), differentiable, result, first.is_sdpa, carries=carries)
+    return shapes, gathered.leaves, found
 
 
 def _in_chain(
     forward: Callable[..., Any], arguments: Arguments, x: torch.Tensor, spans: Sequence[Span], draws: bool, choices: Choices
 ) -> tuple[Shapes, torch.Tensor]:
     """Do the same with a layer without attention: each tile goes on where the one before ended."""
-    outputs: list[Any] = []
-    left = None
-    for span in spans:
-        args, kwargs, _ = arguments.tile(part(x, span, 1), span)
-        with choices.of_whole(span), carrying(left if span.tokens.start else None) as carry:
-            outputs.append(forward(*args, **kwargs))
-        left = carry.left
+    tiles = [arguments.tile(part(x, span, 1), span) for span in spans]
+    outputs, carries = _one_after_another(lambda args, kwargs: forward(*args, **kwargs), tiles, spans, choices)
     output, found = _joined(outputs, x, spans)
-    return Shapes(output, draws), found
+    return Shapes(output, draws, carries=carries), found
+
+
+def _one_after_another(
+    run: Callable[..., Any], tiles: Sequence[tuple], spans: Sequence[Span], choices: Choices
+) -> tuple[list[Any], bool]:
+    """Run each tile from where the one before ended. Return the results, and whether a tile left anything for the next.
+
+    Args:
+        tiles: their arguments.
+    """
+    results: list[Any] = []
+    left: list[torch.Tensor] = []
+    for (args, kwargs, _), span in zip(tiles, spans, strict=True):
+        with choices.of_whole(span), carrying(left if span.tokens.start else None) as carry:
+            results.append(run(args, kwargs))
+        left = carry.left
+    return results, bool(left)
 
 
 def _joined(outputs: Sequence[Any], x: torch.Tensor, spans: Sequence[Span]) -> tuple[Returned, torch.Tensor]:
