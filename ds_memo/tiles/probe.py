@@ -197,7 +197,7 @@ def _probe(module: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: 
         with _at_the_end(reasons):
             _refuse_hidden_draws(run, x.device)
         with _at_the_end(reasons):
-            _refuse_escapes(run)
+            _refuse_escapes(functools.partial(_as_a_first_tile, run))
         if draws:
             _refuse_draws_of_sequences(functools.partial(runs, forward), own, x, spans)
         with _evaluating(module) if draws else nullcontext():  # a tile draws other numbers than the whole
@@ -254,6 +254,11 @@ def _run(forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> An
 
 def _run_chained(forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
     return forward(*args, **kwargs)
+
+
+def _as_a_first_tile(run: Callable[[], Any]) -> None:
+    with carrying(None):
+        run()
 
 
 def _saying_why(function: Callable[..., Any]) -> Callable[..., Any]:
