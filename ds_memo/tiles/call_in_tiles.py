@@ -120,7 +120,7 @@ class CallInTiles(ABC):
 
     def _kind(self, span: Span) -> Any:
         """Return a key for what a tile's recipes depend on. The first tile of a sequence has no carry."""
-        return (span.size, span.tokens.start == 0) if self._shapes.carries else span.size
+        return (span.size, span.tokens.start == 0) if self._shapes.mixes else span.size
 
     # ---- forward
 

@@ -122,7 +122,7 @@ class TiledCall(CallInTiles):
     def _analyse(self, call: Call, hidden: torch.Tensor, span: Span) -> SizeRecipes:
         first = self._spans[0]
         tile, before = (self._arguments.tile(self._hidden_of(hidden, of), of)[:2] for of in (span, first))
-        goes_on = self._shapes.carries and span.tokens.start
+        goes_on = self._shapes.mixes and span.tokens.start
         with running_tiles():
             return analyse(call, self._tiled.module, self._forward, tile, before if goes_on else None, span, self._shapes)
 
