@@ -157,7 +157,8 @@ def selective_scan(call: Call, values: Mapping[str, Any], given: torch.Tensor | 
     if given is not None:
         parts.insert(0, (given, step, each / SHORT_STEP, none))
     tokens = {name: torch.cat(tensors, 2) for name, *tensors in zip(("hidden_states", "dt", "B", "C"), *parts, strict=True)}
-    out = call.run({**values, **tokens, "delta_bias": None, "delta_softplus": False, "z": None})
+    with torch.autocast(x.device.type, enabled=False):  # PyTorch's own reads states by a product
+        out = call.run({**values, **tokens, "delta_bias": None, "delta_softplus": False, "z": None})
     out, state = out[..., -entries - x.shape[2] : -entries], out[..., -entries:]
     if values.get("z") is not None:
         out = out * F.silu(values["z"].float())
