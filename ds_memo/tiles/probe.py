@@ -14,10 +14,12 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from types import FrameType
 from typing import Any
 
 import torch
@@ -29,6 +31,7 @@ from ds_memo.distributed.agree import world_size
 from ds_memo.distributed.topology import gathers_by_module
 from ds_memo.errors import MemoError
 from ds_memo.remat.layer_state import LayerState, unchanged
+from ds_memo.remat.op_policy import materialises_scores
 from ds_memo.remat.random_states import KeepsGiven, forked, named_states, own_states
 from ds_memo.remat.tensors import storage_of, tensor_leaves
 from ds_memo.remat.undo import Undoing
@@ -204,7 +207,10 @@ def _probe(
         run = functools.partial(runs, forward, own_args, own_kwargs)
         before = own_states(x.device)
         with _Watch() as watch:
-            run()
+            try:
+                run()
+            except NoAttention as reason:
+                raise (NoAttention(_own_attention(watch.attends)) if watch.attends is not None else reason) from None
         draws = own_states(x.device) != before
         if watch.given:
             raise CannotTile("it draws random numbers from a generator of its own, which tiles would draw anew")
@@ -563,14 +569,38 @@ class _Watch(KeepsGiven):
         self.drawn: list[tuple[int, ...]] = []
         """Shapes of tensors of random numbers."""
         self.made: list[StorageWeakRef] = []
+        self.attends: nn.Module | None = None
+        """Module whose code takes a softmax over scores."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         out = super().__torch_dispatch__(func, types, args, kwargs)
         tensors, given = tensor_leaves(out), {storage_of(tensor) for tensor in tensor_leaves((args, kwargs))}
         if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
             self.drawn += [tuple(tensor.shape) for tensor in tensors]
+        if self.attends is None and materialises_scores(func, args[0] if args else None):
+            self.attends = _caller()
         self.made += [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors if storage_of(tensor) not in {0, *given}]
         return out
+
+
+def _caller() -> nn.Module | None:
+    """Return the innermost module with parameters whose code is running."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, nn.Module) and any(True for _ in caller.parameters()):
+            return caller
+        frame = frame.f_back
+    return None
+
+
+def _own_attention(attends: nn.Module) -> str:
+    """Name the module of a layer that attends without a function which could be caught."""
+    name, file = type(attends).__name__, sys.modules[type(attends).__module__]
+    if hasattr(file, "ALL_ATTENTION_FUNCTIONS"):
+        how = getattr(getattr(attends, "config", None), "_attn_implementation", None)
+        return f'its {name} makes a matrix of tokens × tokens: attn_implementation is "{how}"'
+    return f"its {name} multiplies queries by keys in code of its own"
 
 
 def _refuse_escapes(run: Callable[[], Any]) -> None:
