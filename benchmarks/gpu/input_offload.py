@@ -1,7 +1,7 @@
-"""Layer inputs on the host, with copies beside compute: what accelerate#4175 and DeepSpeed #8282 offload, and prefetched besides.
+"""Layer inputs on the host, with copies beside compute: what accelerate#4175 and DeepSpeed #8282 offload, prefetched.
 
-Accelerate's and Transformers' offload copies on the compute stream. DeepSpeed's copies beside it, but begins to copy an input back when
-compute already wants it. Here an input comes back while the layer above runs backward. That costs one input more on the device.
+Accelerate and Transformers copy on the compute stream. DeepSpeed copies beside it, but begins to copy an input back only when
+compute wants it. Here an input comes back while the layer above runs backward. That costs one input more on the device.
 """
 
 from __future__ import annotations

@@ -46,11 +46,15 @@ def question(case: Case) -> Question:
     return Question(load(str(MODELS / f"{case.model}.json")), machine, case.gpus, case.tokens, case.batch)
 
 
-def alst_s(asked: Question) -> float:
+def alst_s(asked: Question, hidden: bool = False) -> float:
     """Return the seconds of a step by ALST's recipe: layers are checkpointed, compute waits for their inputs' way to the host and
-    back, and what follows attention's projection (the MLP, in DeepSpeed's tiles) runs once more in the backward."""
+    back, and what follows attention's projection (the MLP, in DeepSpeed's tiles) runs once more in the backward.
+
+    Args:
+        hidden: copies run beside compute, and it never waits for them.
+    """
     costs = Costs(asked.model, asked.hardware, Layout(asked.gpus, sp=asked.gpus), asked.seq_length)
-    layer, wide = costs.layers()[0], costs.hidden_bytes
+    layer, wide = costs.layers()[0], 0 if hidden else costs.hidden_bytes
     projected = next(o.born for o in layer.outputs if o.role == "gemm" and o.born > layer.outputs[-1].born / 3)
     mlp_s = (1 - projected) * layer.forward_s
     tiles = math.ceil(costs.tokens / asked.model.hidden)
