@@ -304,15 +304,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _run(clock: Clock, options: argparse.Namespace) -> None:
     if options.what == "capacity":
-        lengths_of = capacity(
-            options.workload,
-            options.rivals,
-            options.device_gib or 16.0,
-            options.host_gib,
-            sys.stderr if options.json else sys.stdout,
-        )
+        asked = options.workload, options.rivals, options.device_gib or 16.0, options.host_gib
+        lengths_of = capacity(*asked, to=sys.stderr if options.json else sys.stdout)
         if options.json:
-            print(json.dumps(lengths_of | {"hardware": options.hardware}, indent=1))
+            print(json.dumps(lengths_of | {"hardware": options.hardware}))
         return
     if options.what == "speed":
         link = clock.machine.d2h
