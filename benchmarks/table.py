@@ -129,7 +129,7 @@ def _step(row: dict[str, Any] | None) -> str:
     if row is None:
         return "–"
     if "median_s" not in row:
-        return _why(row["out"])
+        return _why(row.get("out", "no time"))
     return f"{row['median_s'] * 1e3:,.0f}" + (" (unsettled)" if row.get("unsettled") else "")
 
 

@@ -104,7 +104,7 @@ def sanitizer(machine: Machine) -> Measured:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=limit, cwd=Path(__file__).parents[2], check=False)
     except subprocess.TimeoutExpired as late:
-        raise Skip(f"not over after {limit:.0f} s; without a limit: {' '.join(command)}") from late
+        raise Skip(f"not over after {limit:.0f} s; without a limit: {SANITIZER} over PLANNED_STEPS (first_steps.py)") from late
     said = [line for line in (done.stdout + done.stderr).splitlines() if "=========" in line]
     return Measured(said[-1].strip("= ") if said else f"exit {done.returncode}", done.returncode == 0, {"said": said[:50]})
 

@@ -105,15 +105,18 @@ def under_gemms(device: torch.device, gib: float) -> dict[str, dict[str, float]]
     one_s = min(seconds(lambda: gemms(8), device) for _ in range(3)) / 8
     found = {}
     for name, way in WAYS.items():
-        alone_s = statistics.median([link.alone_s(*way) for _ in range(SAMPLES)][1:])
-        number = max(1, math.ceil(alone_s / one_s))
-        gemms_s = statistics.median(seconds(lambda number=number: gemms(number), device) for _ in range(SAMPLES))
-        pairs = [link.beside_s(*way, lambda number=number: gemms(number)) for _ in range(SAMPLES)][1:]
-        copies_s, slowed_s = (statistics.median(times) for times in zip(*pairs, strict=True))
+        copy_s = statistics.median([link.alone_s(*way) for _ in range(SAMPLES)][1:])
+        number = max(1, math.ceil(copy_s / one_s))
+        gemms_s, pairs = [], []
+        for _ in range(SAMPLES + 1):  # they take turns: a card that is held to a power limit slows down as it gets warm
+            gemms_s.append(link.beside_s(False, False, lambda number=number: gemms(number))[1])
+            pairs.append(link.beside_s(*way, lambda number=number: gemms(number)))
+        copies_s, slowed_s = (statistics.median(times) for times in zip(*pairs[1:], strict=True))
         found[name] = {
-            "gb_per_s": link.rate(name, alone_s),
+            "gb_per_s": link.rate(name, copy_s),
             "gb_per_s_beside": link.rate(name, copies_s),
-            "gemm_slowdown": slowed_s / gemms_s,
+            "gemm_slowdown": slowed_s / statistics.median(gemms_s[1:]),
+            "samples_s": {"gemms": gemms_s, "copies, gemms beside": pairs},
         }
     link.close()
     return found

@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from ds_memo.remat.op_policy import ATTENTION
+from ds_memo.remat.undo import changed
 from ds_memo.swap.host_slab import HostSlab
 from ds_memo.units import GIB
 
@@ -303,6 +304,23 @@ def memo(model: nn.Module, budget: Budget, planned: bool = False, **config: Any)
         handle.detach()
 
 
+@contextlib.contextmanager
+def memo_with_whole_mixers(model: nn.Module, budget: Budget, **config: Any) -> Iterator[Installed]:
+    """ds_memo with layers that call no attention whole, as before they ran in tiles: their check refuses them."""
+    from ds_memo.tiles import tiling
+
+    own = tiling.probe
+
+    def probe(*args: Any) -> Any:
+        shapes = own(*args)
+        if not isinstance(shapes, tiling.AttentionShapes):
+            raise tiling.CannotTile("this rival has layers without attention whole")
+        return shapes
+
+    with changed(tiling, "probe", probe), memo(model, budget, **config) as installed:
+        yield installed
+
+
 _UNTIL_PLANNED = 4
 """Steps until addresses are planned: one after which ds_memo solves again, two alike to profile, one that plans and frees
 the memory in torch's cache. (Observed in the emulator, at every length. Where a GPU takes longer, samples are taken again.)"""
@@ -384,6 +402,14 @@ RIVALS = {
             settings=TILES,
         ),
         Rival(
+            "ds_memo, mixers whole",
+            "ds_memo, planned addresses, layers without attention whole as before they ran in tiles",
+            memo_with_whole_mixers,
+            warm_up=_UNTIL_PLANNED,
+            needs="deepspeed",
+            settings={"planned": True},
+        ),
+        Rival(
             "ds_memo, swapping",
             "ds_memo, planned addresses, two resident layers even where more would fit",
             memo,
@@ -398,4 +424,5 @@ PLANNED = "ds_memo, planned"
 OURS = ("ds_memo", "ds_memo, expandable", PLANNED)
 """With its own solution."""
 SWAPPING = "ds_memo, swapping"
+MIXERS_WHOLE = "ds_memo, mixers whole"
 INPUT_OFFLOAD = ("deepspeed", "hf_offload")

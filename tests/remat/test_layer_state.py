@@ -343,3 +343,31 @@ def test_what_cannot_be_replayed_is_warned_of() -> None:
     with pytest.warns(ds_memo.MemoWarning, match="its replay computes other values than its forward did"):
         loss.backward()
     assert sum("other values" in warning for warning in handle.report()["warnings"]) == 1
+
+
+class Seeded(torch.autograd.Function):
+    """It saves a seed that it draws nothing with and never writes, as cuDNN's attention does without dropout."""
+
+    unwritten = iter(range(1000))
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(torch.tensor(next(Seeded.unwritten)))
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+class SavesASeed(Block):
+    def feed(self, x: torch.Tensor) -> torch.Tensor:
+        return Seeded.apply(super().feed(x))
+
+
+def test_an_unwritten_seed_is_no_other_value() -> None:
+    model = toy(SavesASeed)
+    handle = ds_memo.attach(model, SOME)
+    batch = Batch.random(2, 17)
+    model(inputs_embeds=batch.embeds, labels=batch.labels).loss.backward()
+    assert not handle.report()["warnings"]
