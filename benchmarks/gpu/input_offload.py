@@ -46,6 +46,7 @@ class Inputs:
     def _pack(self, x: Tensor) -> Tensor | int:
         if not x.numel():  # checkpoint's own, for a graph where no input needs a gradient
             return x
+        x = x.detach()  # these hooks live in the graph: one that they held would never be freed
         number, self._sent = self._sent, self._sent + 1
         self._left()
         if number == self._layers - 1:

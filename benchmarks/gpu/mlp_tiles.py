@@ -1,6 +1,7 @@
 """An MLP in as many tiles as ALST's recipe gives it.
 
-DeepSpeed's TiledMLP joins its tiles' outputs, and holds them twice meanwhile. Here they are written into one tensor.
+DeepSpeed's TiledMLP joins its tiles' outputs, and holds them twice meanwhile. Here they are written into one tensor. As there,
+each tile adds its weight gradients to `.grad`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ class _Tiles(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, mlp: Callable[[Tensor], Tensor], x: Tensor, *parameters: nn.Parameter) -> Tensor:
         ctx.mlp = mlp
-        ctx.save_for_backward(x, *parameters)
+        ctx.save_for_backward(x)
         out = torch.empty_like(x)
         for rows, to in _tiles(x, out):
             to.copy_(mlp(rows))
@@ -25,16 +26,15 @@ class _Tiles(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        x, *parameters = ctx.saved_tensors
-        dx, sums = torch.empty_like(x), [torch.zeros_like(p) for p in parameters]
+        (x,) = ctx.saved_tensors
+        dx = torch.empty_like(x)
         for rows, of_output, of_rows in _tiles(x, gradient, dx):
             rows = rows.detach().requires_grad_()
             with torch.enable_grad():
                 out = ctx.mlp(rows)
-            of_tile, *shares = torch.autograd.grad(out, (rows, *parameters), of_output)
-            of_rows.copy_(of_tile)
-            torch._foreach_add_(sums, shares)
-        return None, dx, *sums
+            out.backward(of_output)
+            of_rows.copy_(rows.grad)
+        return None, dx, *(None for _ in ctx.needs_input_grad[2:])
 
 
 def _tiles(*tensors: Tensor) -> Any:

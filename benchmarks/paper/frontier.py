@@ -1,8 +1,8 @@
 """The longest sequence of Llama-3-8B on eight H100, beside UPipe's measurement: python -m benchmarks.frontier [FILE.json]
 
 UPipe (arXiv 2602.21196) measured 5 Mi tokens and recomputes attention, as all that checkpoints whole layers. ds_memo's rows are
-estimated: with host memory alone, and with drives; where no layer recomputes attention, and where some may. Beside each stands the
-same step with all layers checkpointed, MLP in tiles, and copies of layer inputs that hide. Both have FlashAttention-3's rates.
+estimated: with host memory alone, and with drives; where no layer recomputes attention, and where some may. Beside each stands
+the same step with all layers checkpointed, MLP in tiles, and copies that hide. Both have FlashAttention-3's rates.
 """
 
 from __future__ import annotations

@@ -245,7 +245,7 @@ def test_how_far_alst_gets(device_gib: int, host_gib: int, tokens: int, capfd: p
 
 @pytest.mark.parametrize("name", ["async_offload", rarely("trl"), rarely("upipe")])
 def test_nothing_waits_for_the_copies_of_layer_inputs(name: str, capfd: pytest.CaptureFixture[str]) -> None:
-    """A step takes as long with a link that is a tenth slower, and what `hf_offload` copies on the compute stream takes longer."""
+    """A step takes as long with a link that is a tenth slower. `hf_offload` copies on the compute stream, and takes longer."""
     took = {rival: ran(capfd, "step", "gpt7b", "16384", "--rival", rival, "--slow-link", "0.9") for rival in (name, "hf_offload")}
     fast, slow = ({rival: rows[at]["ms"] for rival, rows in took.items()} for at in (6, -1))
     assert slow[name] == pytest.approx(fast[name], rel=1e-3)
