@@ -251,7 +251,8 @@ def train(options: argparse.Namespace) -> list[dict[str, Any]]:
         import ds_memo
 
         report = ds_memo.report(step.engine)
-        rows[-1] |= {name: report[name] for name in ("alpha", "tiles", "resident_layers", "binding", "stall_s", "host", "warnings")}
+        kept = ("alpha", "tiles", "resident_layers", "binding", "stall_s", "host", "warnings")
+        rows[-1] |= {name: report[name] for name in kept}
     return rows
 
 
