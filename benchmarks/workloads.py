@@ -4,6 +4,8 @@
     llama8b    Llama-3-8B's shape: h 4096, 32 heads, 8 of them for keys and values, ffn 14336
     ulysses8   one rank of Ulysses-8 with gpt7b's layers: token-wise parts on s/8 rows, attention on s rows with 4 heads; the
                all-to-alls are local permutes of the same bytes
+    qwen3next  Qwen3-Next-80B-A3B's shape with dense MLPs: h 2048, three layers of the gated delta rule and one of attention
+    nemotronh  Nemotron-H-8B's shape: h 4096, layers "M-M*-M" of its pattern, of Mamba-2 (M), MLP (-) and attention (*)
 
 Attention runs through one function for every rival, `core`, which the transformers attention registry leads to. On a CPU the
 same shapes shrink by one table of sizes.
@@ -21,11 +23,14 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import AttentionInterface, GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from ds_memo.hf.model_flops import sequence_flops
+from ds_memo.hf.model_flops import model_flops, sequence_flops
+from ds_memo.sequence.catch_mixers import calls_mixers
 
 Core = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, int], torch.Tensor]
 """q, k, v (b, heads, rows, d), scale, ranks → (b, rows, heads, d)."""
 NAMES = ("gpt7b", "llama8b", "ulysses8")
+HYBRIDS = ("qwen3next", "nemotronh")
+"""Most layers mix tokens by a scan. The emulator's suite alone trains them."""
 LOGITS = 16
 """Last positions that the loss reads: a full vocabulary at every position would be a benchmark of the loss."""
 
@@ -77,6 +82,8 @@ def shapes(device: torch.device) -> dict[str, Shape]:
         Shape("gpt7b", "gpt", 6, one, gpt),
         Shape("llama8b", "llama", 6, one, llama),
         Shape("ulysses8", "gpt", 8, eight, gpt, ranks=8),
+        Shape("qwen3next", "qwen3next", 4, one, Size(2048, 16, 2, 5120) if device.type == "cuda" else Size(32, 4, 2, 64)),
+        Shape("nemotronh", "nemotronh", 6, one, Size(4096, 32, 8, 21504) if device.type == "cuda" else Size(32, 4, 2, 64)),
     ]
     return {shape.name: shape for shape in found}
 
@@ -104,9 +111,28 @@ def build(shape: Shape, device: torch.device) -> nn.Module:
             rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}
             gpt = {"hidden_act": "gelu_pytorch_tanh", "use_parallel_residual": False, "rope_parameters": rope}
             model: nn.Module = GPTNeoXForCausalLM(GPTNeoXConfig(**common, **gpt))
+        elif shape.name in HYBRIDS:
+            model = _hybrid(shape, common | {"num_key_value_heads": size.kv_heads})
+            calls_mixers(model)  # catches the scans, in whose place the emulator has kernels
         else:
             model = LlamaForCausalLM(LlamaConfig(**common, num_key_value_heads=size.kv_heads))
     return model.train()
+
+
+def _hybrid(shape: Shape, common: dict[str, Any]) -> nn.Module:
+    """A model whose scans have their real heads and states on CUDA, and a few small ones elsewhere."""
+    from transformers import NemotronHConfig, NemotronHForCausalLM, Qwen3NextConfig, Qwen3NextForCausalLM
+
+    real = shape.size.hidden > 1024
+    if shape.family == "qwen3next":
+        heads = {} if real else {"linear_num_value_heads": 4, "linear_num_key_heads": 2}
+        sizes = {} if real else dict.fromkeys(("head_dim", "linear_key_head_dim", "linear_value_head_dim"), 8)
+        return Qwen3NextForCausalLM(Qwen3NextConfig(**common, num_experts=0, **heads, **sizes))
+    letters = {"M": "linear_attention", "-": "mlp", "*": "full_attention"}
+    del common["num_hidden_layers"]
+    small = {"mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 8, "head_dim": 8, "chunk_size": 8}
+    kinds = [letters[letter] for letter in "M-M*-M"]
+    return NemotronHForCausalLM(NemotronHConfig(**common, n_routed_experts=0, layers_block_type=kinds, **({} if real else small)))
 
 
 def small_models(vocab: int, layers: int, hidden: int, heads: int, kv_heads: int, llama_ffn: int) -> dict[str, nn.Module]:
@@ -152,6 +178,10 @@ def loss_of(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
 def step_flops(shape: Shape, length: int) -> float:
     """Forward and backward of this process, recomputation not counted."""
     size, n = shape.size, shape.layers
+    if shape.name in HYBRIDS:
+        flops = model_flops(build(shape, torch.device("meta")), length)
+        assert flops is not None
+        return flops
     gated = 3 if shape.family == "llama" else 2
     kv = size.hidden * size.kv_heads // size.heads
     parameters = n * (2 * size.hidden * (size.hidden + kv) + gated * size.hidden * size.ffn)

@@ -79,15 +79,19 @@ def without_values(host_gib: float = HOST_GIB) -> None:
     from deepspeed.runtime.zero import stage3, stage_1_and_2
     from transformers import masking_utils
 
+    from ds_memo.estimate import mixer_kernels
     from ds_memo.hf import sequence
     from ds_memo.memory import device as device_memory
     from ds_memo.memory import host as host_memory
     from ds_memo.profile import run as profile_run
     from ds_memo.remat import recipe, same_again
+    from ds_memo.sequence import catch_mixers
     from ds_memo.swap import pinned_segments
     from ds_memo.tiles import probe
 
     torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN wants a driver
+    mixer_kernels.implement("CUDA")
+    catch_mixers._INSTEAD.update(mixer_kernels.KERNELS)
     recipe.Observed.note_hidden_writes = lambda observed: None
     same_again._differ = lambda *_: False
     probe._compare = probe._refuse_others = probe._refuse_hidden_draws = lambda *_: None

@@ -91,7 +91,7 @@ def read_layer_backward(path: str | Path) -> LayerBackward:
     for at, event in enumerate(events, 1):
         try:
             action, address, size = event["action"], event["addr"], event["size"]
-            functions = [_function(frame) for frame in event["frames"]] if action == "alloc" else []
+            functions = [function_of(frame) for frame in event["frames"]] if action == "alloc" else []
         except (KeyError, TypeError, AttributeError):
             raise MalformedInput(source, at, "an event of another form", "a dict with action, addr, size and frames") from None
         if action == "alloc":
@@ -140,7 +140,7 @@ def as_png(backwards: Sequence[LayerBackward]) -> bytes:
     return saved(figure, "png")
 
 
-def _function(frame: dict) -> str:
+def function_of(frame: dict) -> str:
     """Return a stack's entry as folder/file:function."""
     return "/".join(frame["filename"].split("/")[-2:]) + ":" + frame["name"]
 

@@ -31,7 +31,7 @@ import torch
 from benchmarks import results
 from benchmarks.open_slab import held_open
 from benchmarks.results import unmeasured
-from benchmarks.rivals import OURS, PLANNED, RIVALS, SWAPPING, Budget, Installed, paper
+from benchmarks.rivals import MIXERS_WHOLE, OURS, PLANNED, RIVALS, SWAPPING, Budget, Installed, paper
 from benchmarks.speed import add_common, make_budget
 from benchmarks.timing import Memory, Trainer, clear, does_not_fit, use_expandable
 from benchmarks.workloads import Shape, batch, build, shapes
@@ -40,7 +40,7 @@ from ds_memo.units import GIB
 CLOSE = 1 / 16
 BEST = (PLANNED, "alst", "hf_offload", "deepspeed", "checkpoint")
 """Searched by default, as the time holds them."""
-ALL = (*dict.fromkeys((*BEST, *OURS, *(name for name in RIVALS if name not in ("paper, expandable", SWAPPING)))),)
+ALL = (*dict.fromkeys((*BEST, *OURS, *(name for name in RIVALS if name not in ("paper, expandable", SWAPPING, MIXERS_WHOLE)))),)
 """Dropped from the end where the time does not suffice."""
 EQUALLY_FAST = 1.03
 """Bar for the ratio of two step times that are measured once each."""
@@ -137,12 +137,18 @@ def _within(found: dict[str, Any], budget: Budget) -> None:
 
 
 def search_here(
-    shape: Shape, rival: str, budget: Budget, tell: Callable[[dict[str, Any]], None], lengths: Sequence[int] = ()
+    shape: Shape,
+    rival: str,
+    budget: Budget,
+    tell: Callable[[dict[str, Any]], None],
+    lengths: Sequence[int] = (),
+    start: int | None = None,
 ) -> None:
     """Search for one rival in this process, and tell the result of each length.
 
     Args:
         lengths: tried in full, instead of a search.
+        start: where to begin; None: 8 Ki tokens of a rank, on a CPU 64.
     """
     device, cuda = budget.device, budget.device.type == "cuda"
     if cuda:
@@ -152,7 +158,7 @@ def search_here(
     model = build(shape, device)
     grain = (1024 if cuda else 8) * shape.ranks
     Trainer(model, batch(shape, grain, device)).step(Installed())  # the libraries load
-    search = Search(grain, start=8 * grain, most=1 << 22)
+    search = Search(grain, start=start or 8 * grain, most=1 << 22)
     warm_up = RIVALS[rival].warm_up
 
     def tried(length: int, steps: int) -> bool:

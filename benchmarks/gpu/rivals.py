@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from ds_memo.remat.op_policy import ATTENTION
+from ds_memo.remat.undo import changed
 from ds_memo.swap.host_slab import HostSlab
 from ds_memo.units import GIB
 
@@ -118,19 +119,60 @@ def hf_offload(model: nn.Module, budget: Budget) -> Iterator[Installed]:
 
 
 @contextlib.contextmanager
-def alst(model: nn.Module, budget: Budget) -> Iterator[Installed]:
+def async_offload(model: nn.Module, budget: Budget) -> Iterator[Installed]:
+    """Checkpointing with layer inputs on the host, as accelerate#4175 and DeepSpeed #8282 have it; copies run beside compute and
+    come back a layer ahead."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    from benchmarks.input_offload import Inputs
+
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    inputs = Inputs(len(layers), budget.device)
+
+    def run(layer: Callable[..., Any], *args: Any) -> Any:
+        with inputs.hooks():
+            return torch.utils.checkpoint.checkpoint(layer, *args, use_reentrant=False)
+
+    def around() -> AbstractContextManager:
+        inputs.begin_step()
+        return nullcontext()
+
+    with checkpointed(model, budget):
+        for layer in layers:
+            layer._gradient_checkpointing_func = run
+        yield Installed(around)
+
+
+@contextlib.contextmanager
+def alst(model: nn.Module, budget: Budget, offload: Callable[..., Any] = hf_offload) -> Iterator[Installed]:
     """The recipe of Arctic Long Sequence Training (ALST): checkpointing with layer inputs on the host, DeepSpeed's TiledMLP, and
     RMSNorm as one kernel. LayerNorm is one as it is.
 
     The MLP has as many tiles as the recipe gives it, ceil(tokens / hidden). TiledMLP adds up their weight gradients in the
     parameter's dtype: in bf16 the sum of 64 tiles is 1 % off (Rival.own_rounding).
+
+    Args:
+        offload: installs checkpointing.
     """
-    with contextlib.ExitStack() as patches, hf_offload(model, budget) as installed:
+    with contextlib.ExitStack() as patches, offload(model, budget) as installed:
         for name, module in model.named_modules():
             if name.endswith(".mlp"):
                 patches.enter_context(_forward(module, _tiled(module.forward, list(module.parameters()))))
             elif type(module).__name__.endswith("RMSNorm"):
                 patches.enter_context(_forward(module, functools.partial(_fused_norm, module)))
+        yield installed
+
+
+@contextlib.contextmanager
+def upipe(model: nn.Module, budget: Budget) -> Iterator[Installed]:
+    """Untied Ulysses (UPipe, arXiv 2602.21196): attention in groups of heads, projections among them, with ALST's tiled MLP, norms and
+    checkpointing. Not under ZeRO-3, whose hooks on projections do not run."""
+    from benchmarks.head_groups import in_head_groups
+
+    with contextlib.ExitStack() as patches, alst(model, budget, async_offload) as installed:
+        for name, module in model.named_modules():
+            if name.endswith((".self_attn", ".attention")):
+                patches.enter_context(_forward(module, in_head_groups(module, budget.ranks)))
         yield installed
 
 
@@ -212,6 +254,23 @@ def memo(model: nn.Module, budget: Budget, planned: bool = False, **config: Any)
         handle.detach()
 
 
+@contextlib.contextmanager
+def memo_with_whole_mixers(model: nn.Module, budget: Budget, **config: Any) -> Iterator[Installed]:
+    """ds_memo with layers that call no attention whole, as before they ran in tiles: their check refuses them."""
+    from ds_memo.tiles import tiling
+
+    own = tiling.probe
+
+    def probe(*args: Any) -> Any:
+        shapes = own(*args)
+        if not isinstance(shapes, tiling.AttentionShapes):
+            raise tiling.CannotTile("this rival has layers without attention whole")
+        return shapes
+
+    with changed(tiling, "probe", probe), memo(model, budget, **config) as installed:
+        yield installed
+
+
 _UNTIL_PLANNED = 4
 """Steps until addresses are planned: one after which ds_memo solves again, two alike to profile, one that plans and frees
 the memory in torch's cache. (Observed in the emulator, at every length. Where a GPU takes longer, samples are taken again.)"""
@@ -237,6 +296,22 @@ RIVALS = {
             "alst",
             "ALST: layer inputs on the host, DeepSpeed's TiledMLP, fused RMSNorm",
             alst,
+            needs="deepspeed",
+            own_rounding=0.01,
+        ),
+        Rival("async_offload", "layer inputs on the host, copied beside compute and back a layer ahead", async_offload),
+        Rival(
+            "alst, async",
+            "alst with the copies of async_offload",
+            alst,
+            needs="deepspeed",
+            own_rounding=0.01,
+            settings={"offload": async_offload},
+        ),
+        Rival(
+            "upipe",
+            "UPipe: attention in groups of heads, tiled MLP, fused RMSNorm, the copies of async_offload",
+            upipe,
             needs="deepspeed",
             own_rounding=0.01,
         ),
@@ -276,6 +351,14 @@ RIVALS = {
             settings=TILES,
         ),
         Rival(
+            "ds_memo, mixers whole",
+            "ds_memo, planned addresses, layers without attention whole as before they ran in tiles",
+            memo_with_whole_mixers,
+            warm_up=_UNTIL_PLANNED,
+            needs="deepspeed",
+            settings={"planned": True},
+        ),
+        Rival(
             "ds_memo, swapping",
             "ds_memo, planned addresses, two resident layers even where more would fit",
             memo,
@@ -290,4 +373,5 @@ PLANNED = "ds_memo, planned"
 OURS = ("ds_memo", "ds_memo, expandable", PLANNED)
 """With its own solution."""
 SWAPPING = "ds_memo, swapping"
+MIXERS_WHOLE = "ds_memo, mixers whole"
 INPUT_OFFLOAD = ("deepspeed", "hf_offload")

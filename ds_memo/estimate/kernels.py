@@ -3,6 +3,7 @@
 GEMM           FLOPs at gemm_efficiency. Tiles of the output run in waves, one tile on each multiprocessor; on average half of
                the last wave is empty ("wave quantization", NVIDIA's Matrix Multiplication Background)
 attention      FLOPs of the pairs of tokens in the causal half or the window; the backward has 2.5 times as many
+scans          FLOPs and bytes of the kernels in ds_memo/estimate/mixer_kernels.py, linear in tokens
 all others     the bytes they read and write, each tensor once
 """
 
@@ -15,6 +16,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from ds_memo.estimate import mixer_kernels
 from ds_memo.estimate.hardware import Hardware
 from ds_memo.estimate.meta_kernels import exchange_bytes_per_s, pairs
 from ds_memo.remat.functions import SkipsCompiled
@@ -61,6 +63,8 @@ def cost_s(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     packet = func._overloadpacket
     if func.is_view or packet in FREE:
         return 0.0
+    if func.namespace == mixer_kernels.NAMESPACE:
+        return mixer_kernels.cost_s(func, args, machine)
     if packet in _FORWARD or packet in _BACKWARD:
         tensors = [x for x in tree_leaves((args, kwargs)) if torch.is_tensor(x)]
         query, key = tensors[:2] if packet in _FORWARD else tensors[1:3]  # (b, heads, tokens, d); keys may have fewer heads
@@ -95,7 +99,7 @@ class Clock(SkipsCompiled):
         self.rows = rows
         self.seconds = 0.0
         self.flops = 0.0
-        """FLOPs of GEMMs and attention."""
+        """FLOPs of GEMMs, attention, scans and convolutions."""
         self.ops = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
@@ -126,6 +130,8 @@ class Clock(SkipsCompiled):
             seconds = flops / rate if name in _GROUPED else seconds
             if args[left].shape[-1] < self.rows and args[left].dim() == 2:  # cuBLAS splits the depth of weights' gradients
                 seconds += machine.multiprocessors * _GEMM_TILE * args[left].shape[-1] / rate
+        elif func.namespace == mixer_kernels.NAMESPACE:
+            self.flops += mixer_kernels.price(func, args).flops
         elif packet in flop_registry:
             self.flops += flop_registry[packet](*args, **kwargs, out_val=result)
         return seconds

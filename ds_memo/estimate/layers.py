@@ -17,6 +17,7 @@ from torch import nn
 from ds_memo.estimate.hardware import Hardware, load
 from ds_memo.estimate.kernels import Clock
 from ds_memo.estimate.meta_kernels import ATTENTION, CatchSdpa, fuse_modules, fused_rotary
+from ds_memo.estimate.mixer_kernels import mixer_kernels
 from ds_memo.hf.find_layers import find_layers
 from ds_memo.profile import stopwatch
 from ds_memo.profile.layer import measure
@@ -27,6 +28,7 @@ from ds_memo.profile.sample import LayerProfile, Profile
 from ds_memo.profile.tile_sample import TileSample
 from ds_memo.profile.tiles import measure_in_tiles
 from ds_memo.remat.checkpoint import CannotTile, Layer
+from ds_memo.sequence.catch_mixers import calls_mixers
 
 META = torch.device("meta")
 _ANY = load("h100")
@@ -38,7 +40,7 @@ _APART = 4
 """Quotient of neighbouring lengths of samples: between two, peak bytes and times are as good as linear."""
 _LEAST = 1 << 10
 _MANY_OPS = 300
-"""Ops of the forward of a layer that loops over its tokens (linear attention without a kernel of its own)."""
+"""Ops of the forward of a layer that loops over its tokens (a scan that ds_memo.estimate.mixer_kernels lacks)."""
 _TILED = (1 << 15, 1 << 16)
 """Lengths of samples in tiles."""
 
@@ -57,6 +59,7 @@ class Layers:
 
     def __init__(self, model: nn.Module, fused: bool) -> None:
         self._model = model
+        calls_mixers(model)
         self._fused = fused
         if fused:
             fuse_modules(model)
@@ -122,7 +125,7 @@ class Layers:
             module.forward = partial(instead, layer, kind, module.forward)
         shape = 1, tokens, self._model.config.hidden_size
         try:
-            with torch.no_grad(), CatchSdpa():
+            with torch.no_grad(), CatchSdpa(), mixer_kernels():
                 self._model(inputs_embeds=torch.empty(shape, dtype=torch.bfloat16, device=META), use_cache=False)
         except _Caught:
             pass
@@ -142,7 +145,7 @@ class Layers:
         ATTENTION.sp, ATTENTION.ring = ulysses, ring
         fused = fused_rotary(self._model) if self._fused else nullcontext()
         try:
-            with stopwatch.keeping_time(lambda: clock.seconds), fused, CatchSdpa(), clock:
+            with stopwatch.keeping_time(lambda: clock.seconds), fused, CatchSdpa(), mixer_kernels(), clock:
                 yield
         finally:
             ATTENTION.sp = ATTENTION.ring = 1  # of all models

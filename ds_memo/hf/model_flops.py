@@ -3,13 +3,21 @@
 The counts are the paper's (MEMO, SIGMOD 2025): forward and backward of the model, with causal attention at half its
 square; recomputation never counts. Symbols: s tokens in a sequence, n layers, h attention width (heads × head
 size; the hidden size in most models), V vocabulary, P parameters that multiply every token.
+
+Hybrids: n counts the layers that attend. A scan adds the products of its recurrence, with a state of k × v in each head: Mamba
+writes to it and reads it (4·k·v of a token), the delta rule also takes out what it finds (6·k·v). A convolution's weights are
+among P.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from torch import nn
+
+_WITHOUT_ATTENTION = frozenset({"linear_attention", "mamba", "conv", "recurrent", "mlp", "moe"})
+"""Transformers' names of such layers, earlier ones among them."""
 
 
 def sequence_flops(seq_length: int, parameters: int, layers: int, attention_width: int) -> float:
@@ -36,7 +44,25 @@ def model_flops(model: nn.Module, seq_length: int) -> float | None:
     parameters = matmul_parameters(model)
     if parameters is None or not hasattr(config, "num_attention_heads"):
         return None
-    return sequence_flops(seq_length, parameters, config.num_hidden_layers, attention_width(config))
+    return sequence_flops(seq_length, parameters, attending_layers(config), attention_width(config)) + 3.0 * seq_length * sum(
+        map(_scan_flops, model.modules())
+    )
+
+
+def attending_layers(config: Any) -> int:
+    """Return the number of layers with attention."""
+    kinds = getattr(config, "layer_types", None)
+    return config.num_hidden_layers if kinds is None else sum(kind not in _WITHOUT_ATTENTION for kind in kinds)
+
+
+def _scan_flops(module: nn.Module) -> int:
+    """Return the FLOPs of a token in a module's own scan, by the sizes that Transformers' mixers have."""
+
+    def product(*names: str) -> int:
+        sizes = [getattr(module, name, 0) for name in names]
+        return math.prod(sizes) if all(isinstance(size, int) for size in sizes) else 0
+
+    return 4 * product("intermediate_size", "ssm_state_size") + 6 * product("num_v_heads", "head_k_dim", "head_v_dim")
 
 
 def attention_width(config: Any) -> int:

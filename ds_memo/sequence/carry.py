@@ -1,18 +1,22 @@
 """How functions that mix tokens, other than attention, run on a tile of a sequence: they go on where the tile before ended.
 
-A convolution gets its k-1 inputs before the tile, a scan the state behind them. The tables of ds_memo.sequence.mixers name the
-arguments.
+A convolution gets its k-1 inputs before the tile, a scan the state behind them. Where ranks share the sequence, their tiles are
+one stretch of it: a convolution gets its halo from the rank before, and a scan runs on all tokens of the stretch and some heads,
+whose states its rank carries. The tables of ds_memo.sequence.mixers name the arguments.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ds_memo.remat.checkpoint import CannotTile
-from ds_memo.sequence.mixers import CONVOLUTIONS, FUSED, SCANS, Call
+from ds_memo.sequence import exchange
+from ds_memo.sequence.mixers import CONVOLUTIONS, FUSED, SCANS, Call, Scan, Spread, on_heads, rows_of
+from ds_memo.sequence.parts import Parts
 
 
 class Carry:
@@ -20,10 +24,12 @@ class Carry:
 
     Args:
         given: what the tile before left; None: the tile is its sequence's first.
+        stretch: the tile and those of the ranks that share the sequence; None: each rank has whole sequences.
     """
 
-    def __init__(self, given: Sequence[torch.Tensor] | None) -> None:
+    def __init__(self, given: Sequence[torch.Tensor] | None, stretch: Parts | None = None) -> None:
         self._given = given
+        self._stretch = stretch
         self.left: list[torch.Tensor] = []
 
     def run(self, name: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -44,20 +50,78 @@ class Carry:
         given = None if self._given is None else self._given[len(self.left)]
         return (self._scan if name in SCANS else self._convolve)(name, call, given)
 
+    def _leave(self, tensor: torch.Tensor) -> None:
+        self.left.append(tensor.clone(memory_format=torch.contiguous_format))  # what it is a part of has all tokens of the tile
+
+    # ---- convolutions
+
     def _convolve(self, name: str, call: Call, given: torch.Tensor | None) -> torch.Tensor:
-        row = CONVOLUTIONS[name]
+        row, stretch = CONVOLUTIONS[name], self._stretch
         x, reach = call.values[row.x].transpose(1, 2), call.values[row.weight].shape[-1] - 1
-        x = torch.cat([x.new_zeros(x.shape[0], reach, x.shape[2]) if given is None else given, x], 1)
-        self._leave(x[:, x.shape[1] - reach :])
-        return call.run(call.values | {row.x: x.transpose(1, 2)})[..., reach:]
+        behind = torch.cat([x.new_zeros(x.shape[0], reach, x.shape[2]) if given is None else given, x], 1)
+        if stretch is None:
+            self._leave(behind[:, behind.shape[1] - reach :])
+            return call.run(call.values | {row.x: behind.transpose(1, 2)})[..., reach:]
+        call.refuse_unknown(name, dict.fromkeys((row.x, row.weight, "bias")), row.states)
+        spread = Spread(call.values[row.x], reach, stretch, self._halo(behind, reach, stretch))
+        return spread.gathered(call.run(call.values | {row.x: spread.x}))
+
+    def _halo(self, behind: torch.Tensor, reach: int, stretch: Parts) -> torch.Tensor:
+        """Return the tokens before this rank's tile, and leave those that end the stretch to the first rank's next tile.
+
+        What other ranks carry is zeros that no rank wants: so frames and graphs are alike on all.
+
+        Args:
+            behind: what the tile before left, and the tile.
+        """
+        ranks, length = range(stretch.ranks.size), stretch.length
+        have = [((-reach * (rank + 1), -reach * rank), *stretch.pieces_of(rank)) for rank in ranks]
+        ends = [length - reach if rank == 0 else length for rank in ranks]
+        want = [((start - reach, start), (end, end + reach)) for ((start, _),), end in zip(stretch.all_pieces, ends, strict=True)]
+        halo, left = exchange.move(behind, have, want, stretch.ranks.group).split(reach, 1)
+        self._leave(left)
+        return halo
+
+    # ---- scans
 
     def _scan(self, name: str, call: Call, given: torch.Tensor | None) -> Any:
         how = SCANS[name]
         if how.state is None:
             raise CannotTile(f"its {name} takes no state of the tokens before a tile")
-        out, state = call.run(call.values | {how.state: given} | ({how.final: True} if how.final else {}))
-        self._leave(state)
-        return (out, None) if how.two else out
+        if self._stretch is None:
+            out, state = call.run(call.values | _from(how, given))
+            self._leave(state)
+            return (out, None) if how.two else out
+        number, stretch = len(self.left), self._stretch
+        out = on_heads(name, call, how, stretch, lambda values: self._by_documents(call, values, how, given, stretch))
+        if len(self.left) == number:  # no heads on this rank
+            self._leave(call.values[how.lead].new_zeros(1))
+        return out
 
-    def _leave(self, tensor: torch.Tensor) -> None:
-        self.left.append(tensor.clone(memory_format=torch.contiguous_format))  # what it is a part of has all tokens of the tile
+    def _by_documents(
+        self, call: Call, values: dict[str, Any], how: Scan, given: torch.Tensor | None, stretch: Parts
+    ) -> torch.Tensor:
+        """Run a scan of some heads on a stretch, a document at a time: kernels that can be told of documents take no states."""
+        tokens = {name: dim for name, (dim, _) in how.arguments.items() if dim is not None and values.get(name) is not None}
+        rows, states = [], []
+        for of_batch, starts in rows_of(stretch, values[how.lead].shape[0]):
+            state = None if given is None or starts[0] == 0 else given[of_batch]
+            each = []
+            for start, stop in itertools.pairwise((0, *starts[1:], stretch.length)):
+                own = {name: values[name][of_batch].narrow(dim, start, stop - start) for name, dim in tokens.items()}
+                out, left = call.run(values | own | _from(how, state))
+                each.append(out)
+                state = None
+            rows.append(_joined(each, tokens[how.lead]))
+            states.append(left)
+        self._leave(_joined(states, 0))
+        return _joined(rows, 0)
+
+
+def _from(how: Scan, state: torch.Tensor | None) -> dict[str, Any]:
+    """Return the arguments by which a scan goes on from a state and returns the one behind its tokens."""
+    return {how.state: state} | ({how.final: True} if how.final else {})  # type: ignore[dict-item]
+
+
+def _joined(tensors: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), dim)

@@ -12,7 +12,7 @@ import sys
 import threading
 import types
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from ds_memo.errors import MemoError
+from ds_memo.remat.checkpoint import CannotTile
 from ds_memo.remat.undo import changed
 from ds_memo.sequence import exchange
 from ds_memo.sequence.carry import Carry
@@ -48,6 +49,8 @@ class _UnderWay(threading.local):
 
 
 _UNDER_WAY = _UnderWay()
+_INSTEAD: dict[str, Callable[..., Any]] = {}
+"""Of all threads: backwards run layers again in autograd's."""
 
 
 def catch_mixers(decoder: nn.Module) -> list[nn.Module]:
@@ -75,11 +78,23 @@ def calls_mixers(layer: nn.Module) -> bool:
 
 
 @contextmanager
-def carrying(given: Sequence[torch.Tensor] | None) -> Iterator[Carry]:
+def carrying(given: Sequence[torch.Tensor] | None, stretch: Parts | None = None) -> Iterator[Carry]:
     """Have caught functions run on a tile inside the block. See :class:`Carry`."""
-    carry = Carry(given)
+    carry = Carry(given, stretch)
     with changed(_UNDER_WAY, "carry", carry):
         yield carry
+
+
+@contextmanager
+def kernels_instead(kernels: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """Have caught functions run these in the block, by the names in the tables, in place of their own: where no GPU is."""
+    before = dict(_INSTEAD)
+    _INSTEAD.update(kernels)
+    try:
+        yield
+    finally:
+        _INSTEAD.clear()
+        _INSTEAD.update(before)
 
 
 def _hook(module: nn.Module, enter: Callable[..., Any], leave: Callable[..., Any], with_kwargs: bool = False) -> None:
@@ -130,15 +145,16 @@ def _around(known: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def on_parts(*args: Any, **kwargs: Any) -> Any:
+        inner = _INSTEAD.get(known, function)
         if _UNDER_WAY.carry is not None:
-            return _UNDER_WAY.carry.run(known, function, args, kwargs)
+            return _UNDER_WAY.carry.run(known, inner, args, kwargs)
         parts = _UNDER_WAY.parts
         if parts is None:
-            return function(*args, **kwargs)
+            return inner(*args, **kwargs)
         if known in FUSED:
             return None
         CAUGHT[known] += 1
-        return run(known, function, args, kwargs, parts)
+        return run(known, inner, args, kwargs, parts)
 
     return on_parts
 
@@ -171,6 +187,8 @@ def _enter_convolution(module: nn.Conv1d, args: tuple[torch.Tensor]) -> tuple[to
     parts = _parts_of(module)
     if parts is None:
         return None
+    if _UNDER_WAY.carry is not None:
+        raise CannotTile("its nn.Conv1d is called outright, and does not go on from tile to tile")
     (x,), reach = args, (module.kernel_size[0] - 1) * module.dilation[0]
     if module.padding[0] != reach or module.stride[0] != 1 or module.padding_mode != "zeros" or x.shape[-1] > parts.own:
         raise MemoError(

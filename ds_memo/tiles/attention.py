@@ -186,7 +186,9 @@ class TiledAttention:
 
     def _attend(self, gathered: Gathered, leaves: list[Any]) -> torch.Tensor:
         assert gathered.call is not None
-        return self._shapes.result.only_tensor(self._remat.with_kernel(self._tiled.layer, gathered.call.run, leaves))
+        elements = max(gathered.leaves[index].numel() for index in self._shapes.differentiable)
+        run = functools.partial(self._remat.with_kernel, self._tiled.layer, gathered.call.run, elements=elements)
+        return self._shapes.result.only_tensor(run(leaves))
 
     def _settle(self, observed: Observed, result: torch.Tensor, draws: bool) -> AttentionRecipe:
         """Make the recipe of a call that was analysed, and keep this call's tensors by it."""

@@ -136,6 +136,8 @@ class TiledLayer:
         self.shapes: Any = shapes
         self._agree = agree
         self._ran = False
+        self.striped = False
+        """True if ranks that share a sequence have put its tokens in the order of tiles."""
         self.recipes: dict[Any, Any] = {}
         self.attention_recipes: dict[Any, AttentionRecipe] = {}
         self.alphas: dict[Any, float] = {}

@@ -104,7 +104,7 @@ def test_every_family(name: str, tile: int) -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_tiles_of_several_sequences_carry_nothing(monkeypatch: Patch) -> None:
     given: list[Any] = []
-    put_in(monkeypatch, chain, "carrying", lambda right, value: given.append(value) or right(value))
+    put_in(monkeypatch, chain, "carrying", lambda right, *how: given.append(how[0]) or right(*how))
     assert_was_tiled(check("lfm2", 64, 0.0, batch=(5, 17)))
     assert given and not any(given)
 
@@ -207,8 +207,8 @@ def test_without_gradients() -> None:
 def altered(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
     """Have tiles get something else from the tile before."""
 
-    def other(right: Callable[..., Any], given: Any) -> Any:
-        return right(given if given is None else [change(tensor) for tensor in given])
+    def other(right: Callable[..., Any], given: Any, stretch: Any) -> Any:
+        return right(given if given is None else [change(tensor) for tensor in given], stretch)
 
     return other
 

@@ -4,8 +4,8 @@
 
 This is one of 16 ranks of two nodes that do all the same. Arguments: llama8b or qwen3next, of 4 layers or as many as
 llama8b:32 says, the tokens of a sequence, the ranks that share it, the "memo" section's JSON, and "order" to look for
-accesses that nothing orders instead. Qwen3-Next has dense MLPs, and for flash-linear-attention's gated delta rule an op that
-has its bytes, but takes no time for its FLOPs. A unit is the tokens of a part · hidden size · 2 bytes. Memory is what layers
+accesses that nothing orders instead. Qwen3-Next has dense MLPs, and scans and convolutions of ds_memo/estimate/mixer_kernels.py.
+A unit is the tokens of a part · hidden size · 2 bytes. Memory is what layers
 add at their peak. Weights that ZeRO-3 gathers are part of it: the difference between two lengths is without them.
 """
 
@@ -18,7 +18,6 @@ import deepspeed
 import torch
 import torch.nn.functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3NextConfig, Qwen3NextForCausalLM
-from transformers.models.qwen3_next import modeling_qwen3_next
 
 import ds_memo
 from benchmarks import emulated_ranks
@@ -28,55 +27,8 @@ from ds_memo.cli.arguments import tokens
 from ds_memo.deepspeed import sequence
 from ds_memo.units import GIB
 
-STEPS, CHUNK = 5, 64
+STEPS = 5
 LLAMA = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
-delta_rule = torch.library.Library("emulated", "DEF")
-delta_rule.define("delta_rule(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta) -> (Tensor, Tensor)")
-delta_rule.define("delta_rule_backward(Tensor do, Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor A) -> Tensor[]")
-
-
-def transient(k, v):
-    """Return what both passes make: w, u, new values, and the state at each chunk's start."""
-    rows, length, heads, size = v.shape
-    keys, states = (rows, length, heads, k.shape[3]), (rows, -(-length // CHUNK), heads, k.shape[3], size)
-    return v.new_empty(keys), torch.empty_like(v), torch.empty_like(v), v.new_empty(states)
-
-
-def forward(q, k, v, g, beta):
-    made = transient(k, v)
-    del made
-    return torch.empty_like(v), v.new_empty(*v.shape[:3], CHUNK)
-
-
-def backward(do, q, k, v, g, beta, A):
-    made, of_states = transient(k, v), transient(k, v)[3]
-    of_keys = [torch.empty_like(made[0]) for _ in range(2)]  # a key head's gradient is the sum over its value heads
-    del made, of_states
-    return [
-        *(x.unflatten(2, (like.shape[2], -1)).sum(3) for x, like in zip(of_keys, (q, k), strict=True)),
-        *map(torch.empty_like, (v, g, beta)),
-    ]
-
-
-class DeltaRule(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, *given):
-        out, inverse = torch.ops.emulated.delta_rule(*given)
-        ctx.save_for_backward(*given, inverse)
-        return out
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return tuple(torch.ops.emulated.delta_rule_backward(gradient.contiguous(), *ctx.saved_tensors))
-
-
-def torch_chunk_gated_delta_rule(query, key, value, g, beta, **others):
-    return DeltaRule.apply(query, key, value, g, beta), None
-
-
-delta_rule.impl("delta_rule", forward, "CUDA")
-delta_rule.impl("delta_rule_backward", backward, "CUDA")
-modeling_qwen3_next.torch_chunk_gated_delta_rule = torch_chunk_gated_delta_rule
 torch.backends.cudnn.enabled = False  # it wants a driver
 
 
