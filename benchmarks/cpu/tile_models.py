@@ -178,7 +178,7 @@ def page(found: Sequence[Verdict]) -> str:
         "# Models in tiles",
         "",
         "This page shows which models of Transformers run in tiles of tokens (`memo.tile_tokens`), and why the others do not. A",
-        "layer runs in tiles if nothing but one call of attention mixes its tokens, or convolutions and scans that can",
+        "layer runs in tiles if nothing mixes its tokens but one call of attention, and convolutions and scans that can",
         "[go on from tile to tile](tiles.md#layers-without-attention). Any other layer runs whole, with the same gradients. The",
         "report names both kinds under `tiles`, with the reasons.",
         "",

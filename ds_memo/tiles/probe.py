@@ -123,7 +123,7 @@ class Shapes:
     arrivals: tuple[int, ...] = field(default=(), kw_only=True)
     """Indices of the layer's parameters in the order in which a backward of the whole layer comes to their gradients."""
     mixes: bool = field(default=False, kw_only=True)
-    """True if it calls no attention, and functions that carry something from tile to tile."""
+    """True if it has functions that carry something from tile to tile."""
 
 
 @dataclass(frozen=True)
@@ -218,7 +218,7 @@ def _probe(
         with _at_the_end(reasons):
             _refuse_hidden_draws(run, x.device)
         with _at_the_end(reasons):
-            _refuse_escapes(run)
+            _refuse_escapes(functools.partial(_as_a_first_tile, run))
         if draws:
             _refuse_draws_of_sequences(functools.partial(runs, forward), own, x, spans)
         with _evaluating(module) if draws else nullcontext():  # a tile draws other numbers than the whole
@@ -234,7 +234,9 @@ def _probe(
                         _refuse_order(shapes.output, expected, forward, own, x)
                 gathered: list[Any] = []
             else:
-                shapes, gathered, found = _in_tiles(forward, own, x, spans, parameters, draws, choices)
+                if striped is not None:
+                    raise CannotTile("it has attention and mixers, and its ranks share a sequence")
+                shapes, gathered, found = _in_tiles(forward, own, x, spans, parameters, draws, mixes, choices)
             if x.is_meta:  # no values to compare: only an estimate runs there
                 return shapes
             with _at_the_end(reasons):
@@ -278,6 +280,11 @@ def _run(forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> An
 
 def _run_chained(forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
     return forward(*args, **kwargs)
+
+
+def _as_a_first_tile(run: Callable[[], Any]) -> None:
+    with carrying(None):
+        run()
 
 
 def _saying_why(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -378,6 +385,7 @@ def _in_tiles(
     spans: Sequence[Span],
     parameters: Sequence[torch.Tensor],
     draws: bool,
+    mixes: bool,
     choices: Choices,
 ) -> tuple[AttentionShapes, list[Any], torch.Tensor]:
     """Run the tokens of `x` (b, s, h) in tiles, by ordinary autograd. Return where tokens lie, what attention gets, and the
@@ -389,10 +397,7 @@ def _in_tiles(
     """
     tiles = [arguments.tile(part(x, span, 1), span) for span in spans]
     lengths = spans[0].size[1], spans[-1].size[1]
-    calls = []
-    for tile, span in zip(tiles, spans, strict=True):
-        with choices.of_whole(span):
-            calls.append(run_to_attention(forward, *tile[:2]))
+    calls = _one_after_another(functools.partial(run_to_attention, forward), tiles, spans, None, choices)
     first, last = calls[0], calls[-1]
     dims = _dims("attention gets", first.leaves, last.leaves, lengths)
     differentiable = tuple(i for i, leaf in enumerate(first.leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad)
@@ -402,12 +407,10 @@ def _in_tiles(
     gathered = Gathered(dims, *x.shape[:2])
     for call, span, (*_, wholes) in zip(calls, spans, tiles, strict=True):
         gathered.add(span, call, wholes)
-    outputs = []
-    for tile, span in zip(tiles, spans, strict=True):
-        with choices.of_whole(span):
-            outputs.append(_run(forward, *tile[:2]))
+    outputs = _one_after_another(functools.partial(_run, forward), tiles, spans, None, choices)
     output, found = _joined(outputs, x, spans)
-    return AttentionShapes(output, draws, tuple(dims), differentiable, result, first.is_sdpa), gathered.leaves, found
+    shapes = AttentionShapes(output, draws, tuple(dims), differentiable, result, first.is_sdpa, mixes=mixes)
+    return shapes, gathered.leaves, found
 
 
 def _in_chain(
@@ -421,16 +424,28 @@ def _in_chain(
     choices: Choices,
 ) -> tuple[Shapes, torch.Tensor]:
     """Do the same with a layer without attention: each tile goes on where the one before ended."""
-    outputs: list[Any] = []
-    left = None
-    for span in spans:
-        args, kwargs, _ = arguments.tile(part(x, span, 1), span)
-        stretch = None if striped is None else striped.stretch(span)
-        with choices.of_whole(span), carrying(left if span.tokens.start else None, stretch) as carry:
-            outputs.append(forward(*args, **kwargs))
-        left = carry.left
+    tiles = [arguments.tile(part(x, span, 1), span) for span in spans]
+    outputs = _one_after_another(lambda args, kwargs: forward(*args, **kwargs), tiles, spans, striped, choices)
     output, found = _joined(outputs, x, spans)
     return Shapes(output, draws, mixes=mixes), found
+
+
+def _one_after_another(
+    run: Callable[..., Any], tiles: Sequence[tuple], spans: Sequence[Span], striped: Striped | None, choices: Choices
+) -> list[Any]:
+    """Run each tile from where the one before ended.
+
+    Args:
+        tiles: their arguments.
+    """
+    results: list[Any] = []
+    left: list[torch.Tensor] = []
+    for (args, kwargs, _), span in zip(tiles, spans, strict=True):
+        stretch = None if striped is None else striped.stretch(span)
+        with choices.of_whole(span), carrying(left if span.tokens.start else None, stretch) as carry:
+            results.append(run(args, kwargs))
+        left = carry.left
+    return results
 
 
 def _refuse_order(output: Returned, expected: Any, forward: Callable[..., Any], arguments: Arguments, x: torch.Tensor) -> None:

@@ -39,8 +39,9 @@ HEADS: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", everyday(HEADS, ["plain", "tied", "soft cap", "bias"]))
 def test_a_family(name: str) -> None:
     kind, more = HEADS[name]
-    compare(causal(kind, **more), with_labels, SINGLE)
-    compare(causal(kind, **more), own_loss, EXACT)
+    eager = {"warns": "", "attention": "eager"} if name == "soft cap" else {}  # memo's attention rounds otherwise
+    compare(causal(kind, **more), with_labels, SINGLE, **eager)
+    compare(causal(kind, **more), own_loss, EXACT, **eager)
 
 
 @pytest.mark.parametrize("frozen", ["lm_head.", "model."])
