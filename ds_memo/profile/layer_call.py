@@ -229,8 +229,8 @@ def layer_calls(
     """Run a forward of the model and catch the first call of each kind of layer, in call order.
 
     Later layers need the output of a caught one. So the first layer of each kind runs, with nothing saved for a backward and its
-    ZeRO-3 parameters gathered; later layers of that kind return the same output. Of a long sequence it runs the first tokens: whole
-    it may not fit. Random generators and the model's arguments are left unchanged.
+    ZeRO-3 parameters gathered; later layers of that kind return the same output. Of a long sequence it runs the first tokens:
+    whole it may not fit. Random generators and the model's arguments are left unchanged.
 
     Args:
         args, kwargs: arguments of the model's forward.
@@ -282,7 +282,7 @@ def uncompiled(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _output(call: LayerCall, run: Callable[[], Any]) -> Any:
-    """Return what a layer returns, or for a long sequence its hidden states in that place, if the layer returns no other tensor."""
+    """Return what a layer returns; for a long sequence its hidden states in that place, if it returns no other tensor."""
     if call.length <= _LONG or call.encoder_length or ranks_per_sequence() > 1 or not call.can_shorten():
         return _run_once(call, run)
     fn, args, (hidden, *_) = call.at(_LONG)

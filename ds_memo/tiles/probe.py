@@ -148,7 +148,7 @@ def probe(module: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: d
             raise CannotTile("its ranks share a sequence, and a convolution or scan goes from tile to tile on one rank") from None
         if named := sorted({type(part_of_it).__name__ for part_of_it in module.modules()} & WHOLE):
             raise CannotTile(f"its {named[0]} mixes tokens in code of its own") from None
-        if hidden_states(args, kwargs).is_meta and not (mixes or _is_mlp(module)):  # no values would show that it mixes its tokens
+        if hidden_states(args, kwargs).is_meta and not (mixes or _is_mlp(module)):  # no values would show that it mixes tokens
             raise
         if others := Arguments(args, kwargs).others:
             raise CannotTile(f"it gets a {others[0]}, which each tile would change. Set use_cache=False") from None
