@@ -251,7 +251,8 @@ def train(options: argparse.Namespace) -> list[dict[str, Any]]:
         import ds_memo
 
         report = ds_memo.report(step.engine)
-        rows[-1] |= {name: report[name] for name in ("alpha", "tiles", "resident_layers", "binding", "stall_s", "warnings")}
+        kept = ("alpha", "tiles", "resident_layers", "binding", "stall_s", "host", "warnings")
+        rows[-1] |= {name: report[name] for name in kept}
     return rows
 
 
@@ -284,7 +285,7 @@ def rehearse(options: argparse.Namespace) -> int:
     return 0
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m benchmarks.trl_million", description=__doc__.splitlines()[0])
     parser.add_argument("way", choices=("ours", "trl", "rehearse"))
     parser.add_argument("--layers", type=int, default=36)
@@ -293,7 +294,7 @@ def main() -> int:
     parser.add_argument("--memo", type=json.loads, default={}, metavar="JSON", help='more of the "memo" section')
     parser.add_argument("--device-gib", type=float, default=80.0, help="of the emulated device; default: 80")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write seconds and memory of each step")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     if options.way == "rehearse":
         return rehearse(options)
     rows = train(options)
