@@ -238,7 +238,7 @@ _ALLOWED = {
     "head_groups": f"a divisor of the (local) key-value heads, from 1 to {MOST_LAYERS:,} (leave the key out to have it solved)",
     "ulysses_size": f"a divisor of sequence_parallel_size, at most {MOST_LAYERS:,} (leave the key out to have it chosen)",
     "ablation": '"full_recompute" or "full_swap" (leave the key out for memo itself)',
-    "attention": '"cudnn", "flash", "flash_attn_2", "flash_attn_3", "flash_attn_4" or "eager" (leave the key out for the best available)',
+    "attention": '"cudnn", "flash", "flash_attn_2", "flash_attn_3", "flash_attn_4" or "eager" (leave out for the best available)',
     "nvme": 'a JSON object with "path" (leave the key out to use no files)',
     "nvme.path": "a directory that exists, or a list of them",
     "nvme.gib": f"a number of GiB above 0, at most {MOST_GIB:,} (leave the key out to use what is free, less a tenth)",

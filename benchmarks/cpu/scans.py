@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from benchmarks.workloads import HYBRIDS, build, shapes
-from ds_memo.estimate import mixer_kernels
 from ds_memo.estimate.hardware import Hardware, load
 from ds_memo.estimate.kernels import PRODUCTS, Clock
 from ds_memo.estimate.layers import Layers

@@ -1,8 +1,8 @@
 """Attention in groups of heads with their projections, as UPipe has it (Untied Ulysses, arXiv 2602.21196).
 
-Ulysses trades all heads at once. UPipe walks over them in groups: project q, k and v of a group, trade its heads, attend, write the
-result to its place. No group's q, k and v outlive it: the backward projects them once more, group by group, runs attention's
-backward from the result and log-sum-exp that the forward kept, and adds each group's share to the gradient of the hidden states.
+Ulysses trades all heads at once. UPipe walks over groups of them. It projects q, k and v of a group, trades its heads, attends,
+and writes the result to its place. No group's q, k and v outlive it. The backward projects them once more and runs attention's
+backward from the result and log-sum-exp that the forward kept. It adds each group's share to the gradient of the hidden states.
 
 Which kernel runs is PyTorch's choice. A kernel's outputs are recorded in the forward and given back in the backward's graph.
 """

@@ -1,7 +1,7 @@
-"""Layer inputs on the host, with copies beside compute: what accelerate#4175 and DeepSpeed #8282 offload, and prefetched besides.
+"""Layer inputs on the host, with copies beside compute: what accelerate#4175 and DeepSpeed #8282 offload, prefetched.
 
-Accelerate's and Transformers' offload copies on the compute stream. DeepSpeed's copies beside it, but begins to copy an input back when
-compute already wants it. Here an input comes back while the layer above runs backward. That costs one input more on the device.
+Accelerate and Transformers copy on the compute stream. DeepSpeed copies beside it, but begins to copy an input back only when
+compute wants it. Here an input comes back while the layer above runs backward. That costs one input more on the device.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ class Inputs:
     def _pack(self, x: Tensor) -> Tensor | int:
         if not x.numel():  # checkpoint's own, for a graph where no input needs a gradient
             return x
+        x = x.detach()  # these hooks live in the graph: one that they held would never be freed
         number, self._sent = self._sent, self._sent + 1
         self._left()
         if number == self._layers - 1:

@@ -23,6 +23,7 @@ from transformers.masking_utils import eager_mask
 
 from ds_memo.hf.kernels import ATTENTION
 from ds_memo.hf.sequence_tables import tensors_in
+from ds_memo.remat.diagnostics import has_compiled
 from ds_memo.sequence.attention import HARMLESS, attend
 from ds_memo.sequence.masks import Mask
 from ds_memo.sequence.parts import Parts
@@ -32,7 +33,7 @@ _FEW = 48
 """Tokens on which both functions are compared."""
 _CLOSE = 1e-4
 """Relative difference of a token's output that eager functions, which take their softmax in float32, may have."""
-_PAIRS = 1 << 24
+_PAIRS = 1 << 20
 """Pairs of query and key that are read of a long mask, to see if it is what it was taken for."""
 _IGNORED = {*HARMLESS, "cu_seq_lens_q", "cu_seq_lens_k"}
 """Tensors among an attention function's arguments that eager functions do not read."""
@@ -53,7 +54,12 @@ _warnings: weakref.WeakKeyDictionary[nn.Module, Callable[[str], None]] = weakref
 
 
 def use_one_op(model: nn.Module, warn: Callable[[str], None], undo_with: Callable[[Callable[[], Any]], None]) -> None:
-    """Give a model whose attention is eager because Transformers has no other for it one op in its place."""
+    """Give a model whose attention is eager because Transformers has no other for it one op in its place.
+
+    Compiled layers keep their own: a compiler fuses some of it, and takes no op of ours into its graph.
+    """
+    if has_compiled(model):
+        return
     for part in model.modules():
         if not isinstance(part, PreTrainedModel) or part._supports_sdpa or not part._supports_attention_backend:
             continue
@@ -76,6 +82,7 @@ def _forget(module: weakref.ref[nn.Module]) -> None:
 # ---- attention
 
 
+@torch.compiler.disable(reason='memo runs its op for eager attention here; with "attention": "eager" layers compile')
 def _attend(
     module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any = None, **kwargs: Any
 ) -> Any:
@@ -193,7 +200,7 @@ def _interval(
 ) -> Mask | str:
     """Read a mask where tokens see the one before, or not (documents, chunks), and compare it with what that makes of it.
 
-    All queries of up to 4,096 tokens are compared, a few of more.
+    All queries of up to 1,024 tokens are compared, a few of more.
     """
     read = list(tensors_in(mask_function))
     device = read[0].device if read else torch.device("cpu")

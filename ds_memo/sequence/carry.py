@@ -12,11 +12,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from ds_memo.remat.checkpoint import CannotTile
 from ds_memo.sequence import exchange
 from ds_memo.sequence.mixers import CONVOLUTIONS, FUSED, SCANS, Call, Scan, Spread, on_heads, rows_of
 from ds_memo.sequence.parts import Parts
+
+SHORT_STEP = 2.0**-60
+"""Time step in which no state decays: exp(SHORT_STEP · A) is 1 in float32 and in float64. A power of two rounds nothing."""
 
 
 class Carry:
@@ -36,7 +40,7 @@ class Carry:
         """Run a function that the tables know on the tile. Convolution and scan in one return None: models then call the two.
 
         Raises:
-            CannotTile: it takes no state, or has a state or documents already.
+            CannotTile: it has a state or documents already.
         """
         if name in FUSED:
             return None
@@ -47,24 +51,35 @@ class Carry:
                 raise CannotTile(f"its {name} gets {argument} (packed documents), which is of all tokens")
             if argument in own and value is not None and value is not False:
                 raise CannotTile(f"its {name} gets {argument}, as where a cache is used. Set use_cache=False")
-        given = None if self._given is None else self._given[len(self.left)]
-        return (self._scan if name in SCANS else self._convolve)(name, call, given)
+        return (self._scan if name in SCANS else self._convolve)(name, call)
+
+    def _next(self) -> torch.Tensor | None:
+        return None if self._given is None else self._given[len(self.left)]
 
     def _leave(self, tensor: torch.Tensor) -> None:
         self.left.append(tensor.clone(memory_format=torch.contiguous_format))  # what it is a part of has all tokens of the tile
 
     # ---- convolutions
 
-    def _convolve(self, name: str, call: Call, given: torch.Tensor | None) -> torch.Tensor:
+    def _convolve(self, name: str, call: Call) -> torch.Tensor:
         row, stretch = CONVOLUTIONS[name], self._stretch
-        x, reach = call.values[row.x].transpose(1, 2), call.values[row.weight].shape[-1] - 1
-        behind = torch.cat([x.new_zeros(x.shape[0], reach, x.shape[2]) if given is None else given, x], 1)
+        x, reach = call.values[row.x], call.values[row.weight].shape[-1] - 1
         if stretch is None:
-            self._leave(behind[:, behind.shape[1] - reach :])
-            return call.run(call.values | {row.x: behind.transpose(1, 2)})[..., reach:]
+            return call.run(call.values | {row.x: self.with_halo(x, reach)})[..., reach:]
         call.refuse_unknown(name, dict.fromkeys((row.x, row.weight, "bias")), row.states)
-        spread = Spread(call.values[row.x], reach, stretch, self._halo(behind, reach, stretch))
+        spread = Spread(x, reach, stretch, self._halo(self._behind(x, reach), reach, stretch))
         return spread.gathered(call.run(call.values | {row.x: spread.x}))
+
+    def _behind(self, x: torch.Tensor, reach: int) -> torch.Tensor:
+        """Return what the tile before left, and the tile (b, tokens, channels)."""
+        given, x = self._next(), x.transpose(1, 2)
+        return torch.cat([x.new_zeros(x.shape[0], reach, x.shape[2]) if given is None else given, x], 1)
+
+    def with_halo(self, x: torch.Tensor, reach: int) -> torch.Tensor:
+        """Return a convolution's inputs (b, channels, tokens) behind those of the tile before."""
+        behind = self._behind(x, reach)
+        self._leave(behind[:, behind.shape[1] - reach :])
+        return behind.transpose(1, 2)
 
     def _halo(self, behind: torch.Tensor, reach: int, stretch: Parts) -> torch.Tensor:
         """Return the tokens before this rank's tile, and leave those that end the stretch to the first rank's next tile.
@@ -84,12 +99,10 @@ class Carry:
 
     # ---- scans
 
-    def _scan(self, name: str, call: Call, given: torch.Tensor | None) -> Any:
-        how = SCANS[name]
-        if how.state is None:
-            raise CannotTile(f"its {name} takes no state of the tokens before a tile")
+    def _scan(self, name: str, call: Call) -> Any:
+        how, given = SCANS[name], self._next()
         if self._stretch is None:
-            out, state = call.run(call.values | _from(how, given))
+            out, state = _run_from(call, call.values, how, given)
             self._leave(state)
             return (out, None) if how.two else out
         number, stretch = len(self.left), self._stretch
@@ -109,7 +122,7 @@ class Carry:
             each = []
             for start, stop in itertools.pairwise((0, *starts[1:], stretch.length)):
                 own = {name: values[name][of_batch].narrow(dim, start, stop - start) for name, dim in tokens.items()}
-                out, left = call.run(values | own | _from(how, state))
+                out, left = _run_from(call, values | own, how, state)
                 each.append(out)
                 state = None
             rows.append(_joined(each, tokens[how.lead]))
@@ -118,9 +131,38 @@ class Carry:
         return _joined(rows, 0)
 
 
-def _from(how: Scan, state: torch.Tensor | None) -> dict[str, Any]:
-    """Return the arguments by which a scan goes on from a state and returns the one behind its tokens."""
-    return {how.state: state} | ({how.final: True} if how.final else {})  # type: ignore[dict-item]
+def _run_from(call: Call, values: Mapping[str, Any], how: Scan, state: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run a scan from a state. Return its output, and the state behind it."""
+    if how.state is None:
+        return selective_scan(call, values, state)
+    return call.run({**values, how.state: state} | ({how.final: True} if how.final else {}))
+
+
+def selective_scan(call: Call, values: Mapping[str, Any], given: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run Mamba-1's scan from a state (b, channels, n). Return its output, and the state behind it.
+
+    Its kernel takes no state, and gives the last one no gradient. So n tokens before the tile's write the state, one entry of n
+    each, and n tokens behind them read it. All is in float32, as states are inside the kernel.
+    """
+    x, dt, to_state, from_state = (values[name].float() for name in ("hidden_states", "dt", "B", "C"))
+    if values.get("delta_bias") is not None:
+        dt = dt + values["delta_bias"].float()[:, None]
+    if values.get("delta_softplus"):
+        dt = F.softplus(dt)
+    entries = to_state.shape[1]
+    each = torch.eye(entries, dtype=x.dtype, device=x.device).expand(len(x), -1, -1)
+    none, nothing = torch.zeros_like(each), x.new_zeros(*x.shape[:2], entries)
+    step = nothing + SHORT_STEP
+    parts = [(x, dt, to_state, from_state), (nothing, step, none, each)]
+    if given is not None:
+        parts.insert(0, (given, step, each / SHORT_STEP, none))
+    tokens = {name: torch.cat(tensors, 2) for name, *tensors in zip(("hidden_states", "dt", "B", "C"), *parts, strict=True)}
+    with torch.autocast(x.device.type, enabled=False):  # PyTorch's own reads states by a product
+        out = call.run({**values, **tokens, "delta_bias": None, "delta_softplus": False, "z": None})
+    out, state = out[..., -entries - x.shape[2] : -entries], out[..., -entries:]
+    if values.get("z") is not None:
+        out = out * F.silu(values["z"].float())
+    return out.to(values["hidden_states"].dtype), state
 
 
 def _joined(tensors: Sequence[torch.Tensor], dim: int) -> torch.Tensor:

@@ -73,8 +73,12 @@ def catch_mixers(decoder: nn.Module) -> list[nn.Module]:
 
 
 def calls_mixers(layer: nn.Module) -> bool:
-    """Catch the functions that a layer's classes call; return whether there are any."""
-    return any([_catch(cls) for cls in {cls for module in layer.modules() for cls in type(module).__mro__}])
+    """Catch the functions that a layer's classes call, and hook its causal convolutions; return whether there are any."""
+    convolutions = [part for part in layer.modules() if isinstance(part, nn.Conv1d) and 0 < _reach(part) == part.padding[0]]
+    for module in convolutions:
+        _hook(module, _enter_convolution, _leave_convolution)
+    caught = [_catch(cls) for cls in {cls for module in layer.modules() for cls in type(module).__mro__}]
+    return bool(convolutions) or any(caught)
 
 
 @contextmanager
@@ -182,14 +186,22 @@ def _left(module: nn.Module) -> Any:
     return modules.pop()[1] if modules and modules[-1][0] is module else None
 
 
+def _reach(module: nn.Conv1d) -> int:
+    """Return the tokens before its own that an output depends on."""
+    return (module.kernel_size[0] - 1) * module.dilation[0]
+
+
 def _enter_convolution(module: nn.Conv1d, args: tuple[torch.Tensor]) -> tuple[torch.Tensor] | None:
-    """Give an nn.Conv1d that is called outright (RecurrentGemma) this rank's tokens behind their halo."""
+    """Give an nn.Conv1d that is called outright (RecurrentGemma) this rank's tokens, or a tile's, behind their halo."""
+    (x,), reach, carry = args, _reach(module), _UNDER_WAY.carry
+    if carry is not None:
+        _UNDER_WAY.modules.append((module, slice(reach, reach + x.shape[-1])))
+        return (carry.with_halo(x, reach),)
     parts = _parts_of(module)
     if parts is None:
         return None
-    if _UNDER_WAY.carry is not None:
+    if carry is not None:
         raise CannotTile("its nn.Conv1d is called outright, and does not go on from tile to tile")
-    (x,), reach = args, (module.kernel_size[0] - 1) * module.dilation[0]
     if module.padding[0] != reach or module.stride[0] != 1 or module.padding_mode != "zeros" or x.shape[-1] > parts.own:
         raise MemoError(
             f"an nn.Conv1d of {module.kernel_size[0]} taps got {x.shape[-1]} tokens with padding {module.padding[0]}; sequence "
@@ -204,7 +216,9 @@ def _enter_convolution(module: nn.Conv1d, args: tuple[torch.Tensor]) -> tuple[to
 
 def _leave_convolution(module: nn.Conv1d, args: Any, out: torch.Tensor | None) -> torch.Tensor | None:
     spread = _left(module)
-    return None if spread is None or out is None else spread.gathered(out)
+    if spread is None or out is None:
+        return None
+    return out[..., spread] if isinstance(spread, slice) else spread.gathered(out)
 
 
 def _enter_whole(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:

@@ -32,6 +32,7 @@ from ds_memo.swap.frame import Frame, lie_alike
 from ds_memo.tiles.around import dropping, without_autocast
 from ds_memo.tiles.attention_call import Gathered
 from ds_memo.tiles.modes import SupplyHeads, may_split_heads
+from ds_memo.tiles.probe import MATRIX
 from ds_memo.tiles.recipes import AttentionRecipe, Output, TiledLayer
 from ds_memo.tiles.weight_gradients import GradientSums
 
@@ -195,7 +196,7 @@ class TiledAttention:
         call = self._call
         assert call is not None
         if observed.notes.softmax and all(isinstance(op, ObservedSavedOp) and op.recomputed for op in observed.ops):
-            raise CannotTile("its attention makes a matrix of tokens × tokens")
+            raise CannotTile(MATRIX)
         if any(isinstance(getattr(op, "func", None), FunctionCall) for op in observed.ops):
             raise CannotTile("its attention is a keep_whole function")
         observed.note_hidden_writes()

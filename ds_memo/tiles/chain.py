@@ -38,7 +38,7 @@ from ds_memo.sequence.parts import parts_of
 from ds_memo.sequence.striped import Striped, striped
 from ds_memo.spans import Span
 from ds_memo.tiles.around import dropping
-from ds_memo.tiles.call_in_tiles import CallInTiles, Tile, memory_for, stored_tiles
+from ds_memo.tiles.call_in_tiles import CallInTiles, Tile, memory_for, stored_tiles, with_left
 from ds_memo.tiles.modes import AnalyseTile
 from ds_memo.tiles.recipes import note_tile
 from ds_memo.tiles.slices import fill, new_whole, part
@@ -81,9 +81,6 @@ class ChainedCall(CallInTiles):
         return output.of(move(output.tensor(result), inside, outside, group))
 
     # ---- forward
-
-    def _kind(self, span: Span) -> Any:
-        return span.size, span.tokens.start == 0
 
     def _run_tiles(self, hidden: torch.Tensor, recipes: dict[Any, LinkRecipes]) -> torch.Tensor:
         for begins in ("heads", "attention", "tails"):  # the first two are empty
@@ -128,7 +125,8 @@ class ChainedCall(CallInTiles):
             output, left, _ = self._run_tile(tile, x, carry, nullcontext())
             return output, left
         if records:
-            mode = Record(tile.call) if packed else Record(tile.call, left_recipe=self._tiled.recipes.clear)
+            # A new recipe takes a run of a tile, in which ranks that share its sequence would have to join.
+            mode = Record(tile.call, left_recipe=self._tiled.recipes.clear) if self._striped is None else Record(tile.call)
             output, left, _ = self._run_tile(tile, x, carry, mode)
         else:
             packs = itertools.count()
@@ -137,9 +135,6 @@ class ChainedCall(CallInTiles):
             if packed or next(packs) != tile.call.recipe.packs:  # it left its recipe, where products were left out
                 tile.call.recipe = replace(tile.call.recipe, ops=[])
         return output.detach(), [tensor.detach() for tensor in left]
-
-    def _leaves(self, carry: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return [tensor.detach().requires_grad_(self._trains) for tensor in carry]
 
     def _run_tile(
         self, tile: Tile, x: torch.Tensor, carry: list[torch.Tensor], mode: AbstractContextManager[Any], packed: bool = True
@@ -214,6 +209,5 @@ class ChainedCall(CallInTiles):
         carry = self._leaves([frame.tensor(kept) for kept in tile.call.recipe.inputs[1:]])
         with torch.enable_grad():
             output, left, others = self._run_tile(tile, x, carry, Replay(tile.call))
-        ends = [(output, d_output), *((end, d_end) for end, d_end in zip(left, d_left, strict=False) if d_end is not None)]
-        d_x, *rest = sums.backward([end for end, _ in ends], [d_end for _, d_end in ends], [x, *carry, *others])
+        d_x, *rest = sums.backward(*with_left([output], [d_output], left, d_left), [x, *carry, *others])
         return d_x, rest[: len(carry)], rest[len(carry) :]

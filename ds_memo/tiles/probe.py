@@ -14,10 +14,12 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from types import FrameType
 from typing import Any
 
 import torch
@@ -29,6 +31,7 @@ from ds_memo.distributed.agree import world_size
 from ds_memo.distributed.topology import gathers_by_module
 from ds_memo.errors import MemoError
 from ds_memo.remat.layer_state import LayerState, unchanged
+from ds_memo.remat.op_policy import materialises_scores
 from ds_memo.remat.random_states import KeepsGiven, forked, named_states, own_states
 from ds_memo.remat.tensors import storage_of, tensor_leaves
 from ds_memo.remat.undo import Undoing
@@ -120,7 +123,7 @@ class Shapes:
     arrivals: tuple[int, ...] = field(default=(), kw_only=True)
     """Indices of the layer's parameters in the order in which a backward of the whole layer comes to their gradients."""
     mixes: bool = field(default=False, kw_only=True)
-    """True if it calls no attention, and functions that carry something from tile to tile."""
+    """True if it has functions that carry something from tile to tile."""
 
 
 @dataclass(frozen=True)
@@ -204,7 +207,10 @@ def _probe(
         run = functools.partial(runs, forward, own_args, own_kwargs)
         before = own_states(x.device)
         with _Watch() as watch:
-            run()
+            try:
+                run()
+            except NoAttention as reason:
+                raise (NoAttention(_own_attention(watch.attends)) if watch.attends is not None else reason) from None
         draws = own_states(x.device) != before
         if watch.given:
             raise CannotTile("it draws random numbers from a generator of its own, which tiles would draw anew")
@@ -212,7 +218,7 @@ def _probe(
         with _at_the_end(reasons):
             _refuse_hidden_draws(run, x.device)
         with _at_the_end(reasons):
-            _refuse_escapes(run)
+            _refuse_escapes(functools.partial(_as_a_first_tile, run))
         if draws:
             _refuse_draws_of_sequences(functools.partial(runs, forward), own, x, spans)
         with _evaluating(module) if draws else nullcontext():  # a tile draws other numbers than the whole
@@ -228,7 +234,9 @@ def _probe(
                         _refuse_order(shapes.output, expected, forward, own, x)
                 gathered: list[Any] = []
             else:
-                shapes, gathered, found = _in_tiles(forward, own, x, spans, parameters, draws, choices)
+                if striped is not None:
+                    raise CannotTile("it has attention and mixers, and its ranks share a sequence")
+                shapes, gathered, found = _in_tiles(forward, own, x, spans, parameters, draws, mixes, choices)
             if x.is_meta:  # no values to compare: only an estimate runs there
                 return shapes
             with _at_the_end(reasons):
@@ -272,6 +280,11 @@ def _run(forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> An
 
 def _run_chained(forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
     return forward(*args, **kwargs)
+
+
+def _as_a_first_tile(run: Callable[[], Any]) -> None:
+    with carrying(None):
+        run()
 
 
 def _saying_why(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -372,6 +385,7 @@ def _in_tiles(
     spans: Sequence[Span],
     parameters: Sequence[torch.Tensor],
     draws: bool,
+    mixes: bool,
     choices: Choices,
 ) -> tuple[AttentionShapes, list[Any], torch.Tensor]:
     """Run the tokens of `x` (b, s, h) in tiles, by ordinary autograd. Return where tokens lie, what attention gets, and the
@@ -383,10 +397,7 @@ def _in_tiles(
     """
     tiles = [arguments.tile(part(x, span, 1), span) for span in spans]
     lengths = spans[0].size[1], spans[-1].size[1]
-    calls = []
-    for tile, span in zip(tiles, spans, strict=True):
-        with choices.of_whole(span):
-            calls.append(run_to_attention(forward, *tile[:2]))
+    calls = _one_after_another(functools.partial(run_to_attention, forward), tiles, spans, None, choices)
     first, last = calls[0], calls[-1]
     dims = _dims("attention gets", first.leaves, last.leaves, lengths)
     differentiable = tuple(i for i, leaf in enumerate(first.leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad)
@@ -396,12 +407,10 @@ def _in_tiles(
     gathered = Gathered(dims, *x.shape[:2])
     for call, span, (*_, wholes) in zip(calls, spans, tiles, strict=True):
         gathered.add(span, call, wholes)
-    outputs = []
-    for tile, span in zip(tiles, spans, strict=True):
-        with choices.of_whole(span):
-            outputs.append(_run(forward, *tile[:2]))
+    outputs = _one_after_another(functools.partial(_run, forward), tiles, spans, None, choices)
     output, found = _joined(outputs, x, spans)
-    return AttentionShapes(output, draws, tuple(dims), differentiable, result, first.is_sdpa), gathered.leaves, found
+    shapes = AttentionShapes(output, draws, tuple(dims), differentiable, result, first.is_sdpa, mixes=mixes)
+    return shapes, gathered.leaves, found
 
 
 def _in_chain(
@@ -415,16 +424,28 @@ def _in_chain(
     choices: Choices,
 ) -> tuple[Shapes, torch.Tensor]:
     """Do the same with a layer without attention: each tile goes on where the one before ended."""
-    outputs: list[Any] = []
-    left = None
-    for span in spans:
-        args, kwargs, _ = arguments.tile(part(x, span, 1), span)
-        stretch = None if striped is None else striped.stretch(span)
-        with choices.of_whole(span), carrying(left if span.tokens.start else None, stretch) as carry:
-            outputs.append(forward(*args, **kwargs))
-        left = carry.left
+    tiles = [arguments.tile(part(x, span, 1), span) for span in spans]
+    outputs = _one_after_another(lambda args, kwargs: forward(*args, **kwargs), tiles, spans, striped, choices)
     output, found = _joined(outputs, x, spans)
     return Shapes(output, draws, mixes=mixes), found
+
+
+def _one_after_another(
+    run: Callable[..., Any], tiles: Sequence[tuple], spans: Sequence[Span], striped: Striped | None, choices: Choices
+) -> list[Any]:
+    """Run each tile from where the one before ended.
+
+    Args:
+        tiles: their arguments.
+    """
+    results: list[Any] = []
+    left: list[torch.Tensor] = []
+    for (args, kwargs, _), span in zip(tiles, spans, strict=True):
+        stretch = None if striped is None else striped.stretch(span)
+        with choices.of_whole(span), carrying(left if span.tokens.start else None, stretch) as carry:
+            results.append(run(args, kwargs))
+        left = carry.left
+    return results
 
 
 def _refuse_order(output: Returned, expected: Any, forward: Callable[..., Any], arguments: Arguments, x: torch.Tensor) -> None:
@@ -548,14 +569,38 @@ class _Watch(KeepsGiven):
         self.drawn: list[tuple[int, ...]] = []
         """Shapes of tensors of random numbers."""
         self.made: list[StorageWeakRef] = []
+        self.attends: nn.Module | None = None
+        """Module whose code takes a softmax over scores."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         out = super().__torch_dispatch__(func, types, args, kwargs)
         tensors, given = tensor_leaves(out), {storage_of(tensor) for tensor in tensor_leaves((args, kwargs))}
         if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
             self.drawn += [tuple(tensor.shape) for tensor in tensors]
+        if self.attends is None and materialises_scores(func, args[0] if args else None):
+            self.attends = _caller()
         self.made += [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors if storage_of(tensor) not in {0, *given}]
         return out
+
+
+def _caller() -> nn.Module | None:
+    """Return the innermost module with parameters whose code is running."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, nn.Module) and any(True for _ in caller.parameters()):
+            return caller
+        frame = frame.f_back
+    return None
+
+
+def _own_attention(attends: nn.Module) -> str:
+    """Name the module of a layer that attends without a function which could be caught."""
+    name, file = type(attends).__name__, sys.modules[type(attends).__module__]
+    if hasattr(file, "ALL_ATTENTION_FUNCTIONS"):
+        how = getattr(getattr(attends, "config", None), "_attn_implementation", None)
+        return f'its {name} makes a matrix of tokens × tokens: attn_implementation is "{how}"'
+    return f"its {name} multiplies queries by keys in code of its own"
 
 
 def _refuse_escapes(run: Callable[[], Any]) -> None:
