@@ -67,9 +67,10 @@ def use_one_op(
     if has_compiled(model):
         return
     for part in model.modules():
-        if not isinstance(part, PreTrainedModel) or part._supports_sdpa or not part._supports_attention_backend:
+        if not isinstance(part, PreTrainedModel) or not part._supports_attention_backend:
             continue
-        if part.config._attn_implementation != "eager":
+        caps = getattr(part.config, "attn_logit_softcapping", None)  # up to 5.17 Gemma 2 takes sdpa, which leaves them out
+        if part.config._attn_implementation != "eager" or (part._supports_sdpa and not caps):
             continue
         AttentionInterface.register(_NAME, _attend)
         AttentionMaskInterface.register(_NAME, _mask)
