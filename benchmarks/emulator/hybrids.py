@@ -35,7 +35,7 @@ from ds_memo.estimate import hardware
 from ds_memo.units import GIB
 
 OFFLOAD = "hf_offload"
-STARTS = {PLANNED: 1 << 18, MIXERS_WHOLE: 1 << 15, OFFLOAD: 1 << 15}
+STARTS = {PLANNED: 1 << 18, MIXERS_WHOLE: 1 << 16, OFFLOAD: 1 << 16}
 """Where searches begin."""
 BARS = {MIXERS_WHOLE: 3.0, OFFLOAD: 2.0}
 """Least ratios of ds_memo's longest length and each other's."""
