@@ -152,9 +152,10 @@ class MemoConfig(_Section):
     ablation: Literal["full_recompute", "full_swap"] | None = None
     """A baseline: torch.utils.checkpoint's full recomputation, or every row swapped. Absent: memo."""
 
-    attention: Literal["cudnn", "flash", "flash_attn_2", "flash_attn_3", "flash_attn_4"] | None = None
+    attention: Literal["cudnn", "flash", "flash_attn_2", "flash_attn_3", "flash_attn_4", "eager"] | None = None
     """cudnn, flash: the kernel F.scaled_dot_product_attention must use inside the layers; flash_attn_2, 3, 4: the flash-attn
-    package that a Hugging Face model is switched to. Absent: PyTorch's own choice, the model's own."""
+    package that a Hugging Face model is switched to; eager: eager attention stays. Absent: PyTorch's own choice, the model's
+    own, and one op in the place of eager attention where Transformers has no other."""
 
     @field_validator("cache_dir")
     @classmethod
@@ -237,7 +238,7 @@ _ALLOWED = {
     "head_groups": f"a divisor of the (local) key-value heads, from 1 to {MOST_LAYERS:,} (leave the key out to have it solved)",
     "ulysses_size": f"a divisor of sequence_parallel_size, at most {MOST_LAYERS:,} (leave the key out to have it chosen)",
     "ablation": '"full_recompute" or "full_swap" (leave the key out for memo itself)',
-    "attention": '"cudnn", "flash", "flash_attn_2", "flash_attn_3" or "flash_attn_4" (leave the key out for the best available)',
+    "attention": '"cudnn", "flash", "flash_attn_2", "flash_attn_3", "flash_attn_4" or "eager" (leave out for the best available)',
     "nvme": 'a JSON object with "path" (leave the key out to use no files)',
     "nvme.path": "a directory that exists, or a list of them",
     "nvme.gib": f"a number of GiB above 0, at most {MOST_GIB:,} (leave the key out to use what is free, less a tenth)",

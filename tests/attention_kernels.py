@@ -319,7 +319,7 @@ def sdpa_by(kernel: str) -> Callable[..., torch.Tensor]:
         if bias is not None and bias.dtype is torch.bool:
             bias = torch.zeros_like(bias, dtype=q.dtype).masked_fill_(bias.logical_not(), -math.inf)
         needs_lse = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-        if kernel == "flash":
+        if kernel == "flash" or (kernel == "cudnn" and not torch.backends.cuda.cudnn_sdp_enabled()):
             assert bias is None, "flash takes no mask"
             return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, scale=scale)[0]
         if kernel == "cudnn":

@@ -157,6 +157,7 @@ def differs(found: dict[str, torch.Tensor | None], want: dict[str, torch.Tensor 
 
 def general(reason: str) -> str:
     """Leave what differs among sizes out of a reason."""
+    reason = re.sub(r"its \w+ (?=multiplies|makes)", "its attention ", reason)
     return re.sub(r"\d+", "#", re.sub(r"(a tile of it raises).*", r"\1 an error", reason))
 
 
@@ -177,14 +178,14 @@ def page(found: Sequence[Verdict]) -> str:
         "# Models in tiles",
         "",
         "This page shows which models of Transformers run in tiles of tokens (`memo.tile_tokens`), and why the others do not. A",
-        "layer runs in tiles if nothing but one call of attention mixes its tokens, or convolutions and scans that can",
+        "layer runs in tiles if nothing mixes its tokens but one call of attention, and convolutions and scans that can",
         "[go on from tile to tile](tiles.md#layers-without-attention). Any other layer runs whole, with the same gradients. The",
         "report names both kinds under `tiles`, with the reasons.",
         "",
         f"`python -m benchmarks.tile_models` compared {len(found)} causal language models with stock, small and in float32. The",
         "last column is the largest relative difference of a gradient: up to 4e-5 but for gated delta rules (Qwen3-Next and",
-        "kin), where one bit of the weights changes stock's gradients as much. Eager attention, which makes a matrix of tokens ×",
-        "tokens, is none of Transformers' attention functions.",
+        "kin), where one bit of the weights changes stock's gradients as much. Attention in code of its own (ALiBi, rotary",
+        "embeddings by an older interface) cannot be caught at a function, and no model's forward is written anew here.",
         "",
         "| layers | models | difference |",
         "|---|---|---|",

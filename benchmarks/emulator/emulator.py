@@ -14,7 +14,7 @@ and the allocator op are used as on a GPU, kernels do nothing and take the time 
 step asked for, reserved and missed; `syncs` who makes the host or compute wait in steady steps; `order` which accesses to the
 same bytes nothing orders; `lengths` what steps of alternating lengths ask CUDA for;
 `capacity` runs the search of `gpu.sh capacity` in here, `speed` a point of `gpu.sh speed`.
-None of it is a GPU's result, and none of it is written to results/.
+None of it is a GPU's result. What results/ has of it is marked `emulated`.
 
 DS_MEMO_CUDA_TORCH: the Python of an environment with a CUDA build of torch, DeepSpeed, Transformers and ninja.
 """
@@ -33,7 +33,7 @@ import tempfile
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from torch import nn
@@ -179,26 +179,33 @@ def show_lengths(rows: list[dict[str, Any]], planned: bool) -> None:
     print(f"{way}: {calls:.0f} cudaMalloc in steps {COUNTED_AFTER + 1} to {len(rows)}")
 
 
-def capacity(workload: str, rivals: list[str], device_gib: float, host_gib: float) -> None:
-    """Print the longest length of each rival, as `gpu.sh capacity` searches it."""
+def capacity(workload: str, rivals: list[str], device_gib: float, host_gib: float, to: TextIO = sys.stdout) -> dict[str, Any]:
+    """Print the longest length of each rival, as `gpu.sh capacity` searches it, and return what its steps took there."""
     device = torch.device("cuda", 0)
+    found: dict[str, Any] = {"emulated": True, "workload": workload, "device_gib": device_gib, "host_gib": host_gib, "rivals": {}}
     for rival in rivals:
         probes: list[dict[str, Any]] = []
 
-        def tell(found: dict[str, Any], probes: list[dict[str, Any]] = probes) -> None:
-            probes.append(found)
-            if found["fits"]:
-                text = f"{found['device_peak'] / GIB:.2f} GiB requested, {found['device_reserved_peak'] / GIB:.2f} reserved"
-                text += f"; {found['report']['binding']}" if found["report"] else ""
+        def tell(probe: dict[str, Any], probes: list[dict[str, Any]] = probes) -> None:
+            probes.append(probe)
+            if probe["fits"]:
+                text = f"{probe['device_peak'] / GIB:.2f} GiB requested, {probe['device_reserved_peak'] / GIB:.2f} reserved"
+                text += f"; {probe['report']['binding']}" if probe["report"] else ""
             else:
-                text = f"no: {found['why']}"
-            print(f"    {found['length']:9,} {found['steps']} steps: {text}", flush=True)
+                text = f"no: {probe['why']}"
+            print(f"    {probe['length']:9,} {probe['steps']} steps: {text}", file=to, flush=True)
 
         with tempfile.TemporaryDirectory() as cache:
             budget = Budget(device, int(host_gib * GIB), int(device_gib * GIB), bandwidth=50e9, cache_dir=cache)
             search_here(shapes(device)[workload], rival, budget, tell)
         best = longest(probes)
-        print(f"{rival:22s} {best['length'] if best else 0:9,} tokens", flush=True)
+        print(f"{rival:22s} {best['length'] if best else 0:9,} tokens", file=to, flush=True)
+        fails = min((probe["length"] for probe in probes if not probe["fits"]), default=None)
+        at = {key: best[key] for key in ("step_s", "device_peak", "device_reserved_peak", "pinned_by_torch_peak")} if best else {}
+        report = (best or {}).get("report") or {}
+        at |= {key: report[key] for key in ("binding", "tiles", "attention_recomputed", "host") if key in report}
+        found["rivals"][rival] = {"longest": best and best["length"], "fails_at": fails, **at}
+    return found
 
 
 def speed(
@@ -217,7 +224,7 @@ def speed(
     with tempfile.TemporaryDirectory() as cache, tempfile.TemporaryDirectory() as made:
         budget = Budget(device, int(host_gib * GIB), device_bytes, bandwidth=link, cache_dir=cache)
         point = points.run_point(model, shape, length, [RIVALS[name] for name in rivals], budget, (1, 2), False, Path(made))
-    return point | {"claims": claims(point)}
+    return point | {"emulated": True, "claims": claims(point)}
 
 
 def syncs(run: Callable[..., Any]) -> dict[str, Any]:
@@ -282,7 +289,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--hardware", default="h200", help="whose rates: a name or file of ds-memo estimate; default: h200")
     parser.add_argument("--nvme-gb-per-s", type=float, metavar="X", help="of emulated drives behind the host, for `step`")
     parser.add_argument("--nvme-gib", type=float, default=15000.0, metavar="X", help="their size; default: 15,000")
-    parser.add_argument("--json", action="store_true", help="print what `step`, `syncs` or `order` found as JSON")
+    parser.add_argument("--json", action="store_true", help="print what `step`, `syncs`, `order` or `capacity` found as JSON")
     parser.add_argument("--emulated", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if not options.emulated:
@@ -297,7 +304,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _run(clock: Clock, options: argparse.Namespace) -> None:
     if options.what == "capacity":
-        capacity(options.workload, options.rivals, options.device_gib or 16.0, options.host_gib)
+        asked = options.workload, options.rivals, options.device_gib or 16.0, options.host_gib
+        lengths_of = capacity(*asked, to=sys.stderr if options.json else sys.stdout)
+        if options.json:
+            print(json.dumps(lengths_of | {"hardware": options.hardware}))
         return
     if options.what == "speed":
         link = clock.machine.d2h

@@ -119,20 +119,72 @@ def hf_offload(model: nn.Module, budget: Budget) -> Iterator[Installed]:
 
 
 @contextlib.contextmanager
-def alst(model: nn.Module, budget: Budget) -> Iterator[Installed]:
-    """The recipe of Arctic Long Sequence Training (ALST): checkpointing with layer inputs on the host, DeepSpeed's TiledMLP, and
-    RMSNorm as one kernel. LayerNorm is one as it is.
+def async_offload(model: nn.Module, budget: Budget) -> Iterator[Installed]:
+    """Checkpointing with layer inputs on the host, as accelerate#4175 and DeepSpeed #8282 have it; copies run beside compute and
+    come back a layer ahead."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
 
-    The MLP has as many tiles as the recipe gives it, ceil(tokens / hidden). TiledMLP adds up their weight gradients in the
-    parameter's dtype: in bf16 the sum of 64 tiles is 1 % off (Rival.own_rounding).
+    from benchmarks.input_offload import Inputs
+
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    inputs = Inputs(len(layers), budget.device)
+
+    def run(layer: Callable[..., Any], *args: Any) -> Any:
+        with inputs.hooks():
+            return torch.utils.checkpoint.checkpoint(layer, *args, use_reentrant=False)
+
+    def around() -> AbstractContextManager:
+        inputs.begin_step()
+        return nullcontext()
+
+    with checkpointed(model, budget):
+        for layer in layers:
+            layer._gradient_checkpointing_func = run
+        try:
+            yield Installed(around)
+        finally:  # it holds host memory
+            for layer in layers:
+                del layer._gradient_checkpointing_func
+
+
+@contextlib.contextmanager
+def trl(model: nn.Module, budget: Budget) -> Iterator[Installed]:
+    """TRL's example of a million tokens (trl#6846): PyTorch's ring attention, and checkpointing with the copies of async_offload.
+
+    On one rank the ring is of one, with its kernels and sums in fp32; PyTorch has none for CPUs. TRL's chunked loss has nothing
+    to do here, as the workloads' loss reads a few positions.
     """
-    with contextlib.ExitStack() as patches, hf_offload(model, budget) as installed:
-        for name, module in model.named_modules():
-            if name.endswith(".mlp"):
-                patches.enter_context(_forward(module, _tiled(module.forward, list(module.parameters()))))
-            elif type(module).__name__.endswith("RMSNorm"):
-                patches.enter_context(_forward(module, functools.partial(_fused_norm, module)))
-        yield installed
+    with async_offload(model, budget) as installed:
+        if budget.device.type != "cuda":
+            yield installed
+            return
+        with _ring_of_one(budget.device) as ring:
+
+            @contextlib.contextmanager
+            def around() -> Iterator[None]:
+                with installed.around(), ring():
+                    yield
+
+            yield Installed(around)
+
+
+@contextlib.contextmanager
+def _ring_of_one(device: torch.device) -> Iterator[Callable[[], AbstractContextManager]]:
+    """Yield a context in which PyTorch's scaled_dot_product_attention runs around a ring of this rank."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.experimental import context_parallel
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    ours = not dist.is_initialized()
+    if ours:
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    mesh, split = DeviceMesh(device.type, [0]), torch.zeros(1, 2, device=device)  # it wants something to split
+    try:
+        yield lambda: context_parallel(mesh, buffers=[split], buffer_seq_dims=[1])
+    finally:
+        if ours:
+            dist.destroy_process_group()
 
 
 def _tiled(forward: Callable[[torch.Tensor], torch.Tensor], parameters: list[nn.Parameter]) -> Callable[..., torch.Tensor]:
@@ -144,6 +196,45 @@ def _tiled(forward: Callable[[torch.Tensor], torch.Tensor], parameters: list[nn.
         return TiledMLP.apply(lambda _, tile: forward(tile), None, x, tiles, parameters)
 
     return tiled
+
+
+@contextlib.contextmanager
+def alst(
+    model: nn.Module, budget: Budget, offload: Callable[..., Any] = hf_offload, tiled: Callable[..., Any] = _tiled
+) -> Iterator[Installed]:
+    """The recipe of Arctic Long Sequence Training (ALST): checkpointing with layer inputs on the host, DeepSpeed's TiledMLP, and
+    RMSNorm as one kernel. LayerNorm is one as it is.
+
+    The MLP has as many tiles as the recipe gives it, ceil(tokens / hidden). TiledMLP adds up their weight gradients in the
+    parameter's dtype: in bf16 the sum of 64 tiles is 1 % off (Rival.own_rounding).
+
+    Args:
+        offload: installs checkpointing.
+        tiled: given an MLP's forward and its parameters, returns a forward in tiles.
+    """
+    with contextlib.ExitStack() as patches, offload(model, budget) as installed:
+        for name, module in model.named_modules():
+            if name.endswith(".mlp"):
+                patches.enter_context(_forward(module, tiled(module.forward, list(module.parameters()))))
+            elif type(module).__name__.endswith("RMSNorm"):
+                patches.enter_context(_forward(module, functools.partial(_fused_norm, module)))
+        yield installed
+
+
+@contextlib.contextmanager
+def upipe(model: nn.Module, budget: Budget) -> Iterator[Installed]:
+    """Untied Ulysses (UPipe, arXiv 2602.21196): attention in groups of heads with their projections, else ALST's recipe.
+
+    Not under ZeRO-3, whose hooks on projections do not run.
+    """
+    from benchmarks.head_groups import in_head_groups
+    from benchmarks.mlp_tiles import in_tiles
+
+    with contextlib.ExitStack() as patches, alst(model, budget, async_offload, in_tiles) as installed:
+        for name, module in model.named_modules():
+            if name.endswith((".self_attn", ".attention")):
+                patches.enter_context(_forward(module, in_head_groups(module, budget.ranks)))
+        yield installed
 
 
 def _fused_norm(norm: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -255,6 +346,23 @@ RIVALS = {
             "alst",
             "ALST: layer inputs on the host, DeepSpeed's TiledMLP, fused RMSNorm",
             alst,
+            needs="deepspeed",
+            own_rounding=0.01,
+        ),
+        Rival("async_offload", "layer inputs on the host, copied beside compute and back a layer ahead", async_offload),
+        Rival("trl", "TRL: PyTorch's ring attention, checkpointing with the copies of async_offload", trl),
+        Rival(
+            "alst, async",
+            "alst with the copies of async_offload",
+            alst,
+            needs="deepspeed",
+            own_rounding=0.01,
+            settings={"offload": async_offload},
+        ),
+        Rival(
+            "upipe",
+            "UPipe: attention in groups of heads, tiled MLP, fused RMSNorm, the copies of async_offload",
+            upipe,
             needs="deepspeed",
             own_rounding=0.01,
         ),

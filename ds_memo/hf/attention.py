@@ -9,6 +9,8 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from torch import nn
+
 from ds_memo.remat.functions import keep_whole
 from ds_memo.tiles.attention_call import catch_from
 
@@ -26,6 +28,16 @@ def catch_attention() -> None:
     """Let tiles be cut where a layer calls an attention function of Transformers."""
     if (modeling := sys.modules.get("transformers.modeling_utils")) is not None:
         catch_from(modeling.AttentionInterface)
+
+
+def use_one_op(
+    model: nn.Module, ways: dict[str, str], warn: Callable[[str], None], undo_with: Callable[[Callable[[], Any]], None]
+) -> None:
+    """Do the same as ``ds_memo.hf.eager_attention.use_one_op``, which imports Transformers, if the model is of Transformers."""
+    if "transformers.modeling_utils" in sys.modules:
+        from ds_memo.hf import eager_attention
+
+        eager_attention.use_one_op(model, ways, warn, undo_with)
 
 
 def wrap_attention(name: str, around: Callable[[Any], Any]) -> Any:

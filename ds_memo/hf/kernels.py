@@ -77,7 +77,7 @@ LIGER = Package(
     ("_apply_liger_kernel_to_instance", "MODEL_TYPE_TO_APPLY_LIGER_FN"),
     "pip install liger-kernel",
 )
-_ATTENTION = "_attn_implementation_internal"
+ATTENTION = "_attn_implementation_internal"
 """Attribute of a Transformers configuration with the name of its attention; the public one also sets sub-configurations."""
 
 
@@ -107,14 +107,14 @@ def use_flash_attention(model: nn.Module, which: str, undo: ExitStack) -> None:
     if not hasattr(model, "set_attn_implementation"):
         raise MemoError(f"{setting}: {type(model).__name__} is no Hugging Face model; call the package in the model itself")
     for config in _configs(model):
-        undo.callback(setattr, config, _ATTENTION, getattr(config, _ATTENTION))
+        undo.callback(setattr, config, ATTENTION, getattr(config, ATTENTION))
     model.set_attn_implementation(which.replace("flash_attn", "flash_attention"))
 
 
 def _configs(model: nn.Module) -> list[Any]:
     """Return the configurations of a Hugging Face model and of the models in it, each once."""
     found: dict[int, Any] = {}
-    todo = [module.config for module in model.modules() if hasattr(getattr(module, "config", None), _ATTENTION)]
+    todo = [module.config for module in model.modules() if hasattr(getattr(module, "config", None), ATTENTION)]
     while todo:
         config = todo.pop()
         if config is not None and id(config) not in found:

@@ -130,7 +130,7 @@ def _mask(
     if isinstance(padding, Mask):  # made outside of the decoder
         return padding
     decoder, is_decoder = running
-    read = list(_tensors_in(mask_function))
+    read = list(tensors_in(mask_function))
     device = read[0].device if read else torch.device("cpu")
     if any(tensor.dim() > 1 for tensor in read):
         if decoder.takes_whole and not is_decoder:
@@ -148,16 +148,16 @@ def _mask(
     return mask
 
 
-def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors that a mask's functions read."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, tuple | list):
         for inner in value:
-            yield from _tensors_in(inner)
+            yield from tensors_in(inner)
     elif inspect.isfunction(value):
         for cell in value.__closure__ or ():
-            yield from _tensors_in(cell.cell_contents)
+            yield from tensors_in(cell.cell_contents)
 
 
 def _table(mask_function: Any, rows: int, length: int, device: torch.device, padding: torch.Tensor | None) -> Mask:

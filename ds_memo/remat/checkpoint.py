@@ -20,7 +20,7 @@ from ds_memo.layer_observer import LayerObserver
 from ds_memo.placement import FULL_RECOMPUTE, Placement, PlacementKind
 from ds_memo.remat.analyse import Analyse
 from ds_memo.remat.call import Call, Work
-from ds_memo.remat.diagnostics import diagnose
+from ds_memo.remat.diagnostics import CUDNN_ELEMENTS, CUDNN_IS_WRONG, diagnose
 from ds_memo.remat.inputs import DeviceInput, Lifted, analysing_pack, lift_keywords, recording_pack, unpack
 from ds_memo.remat.layer_state import TOO_LARGE, LayerState, tensors_of
 from ds_memo.remat.modes import inside_a_checkpoint, inside_a_layer, keep_dynamo_out, under_a_checkpoint
@@ -40,6 +40,7 @@ _TIMES_ALIKE = 3
 """Such analyses in a row that found nothing new, after which the layer's recipes are followed once more."""
 UNCOMPILED = "it {}, so it runs uncompiled, with the same memory and results"
 SDPA = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+NOT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 LayerRun = Callable[["Layer", Callable[..., Any], tuple, dict[str, Any]], Any]
@@ -414,16 +415,22 @@ class Remat:
             self._warned.add(of)
             self.warn(f"layer {layer.name}: {reason}")
 
-    def with_kernel(self, layer: Layer, fn: Callable[..., Any], *args: Any) -> Any:
+    def with_kernel(self, layer: Layer, fn: Callable[..., Any], *args: Any, elements: int = 0) -> Any:
         """Call ``fn(*args)`` with the attention kernel that memo.attention names.
+
+        Args:
+            elements: of attention's largest tensor, if they are known. Past CUDNN_ELEMENTS it is not cuDNN's.
 
         Raises:
             MemoError: PyTorch has no such kernel for this call.
         """
-        if self._sdpa is None:
+        beyond = elements > CUDNN_ELEMENTS and self._sdpa is not SDPBackend.FLASH_ATTENTION
+        if self._sdpa is None and not beyond:
             return fn(*args)
+        if beyond:
+            self.warn_of(layer, f"attention of {elements:,} elements: {CUDNN_IS_WRONG}, so it runs by another kernel.")
         with Undoing(functools.partial(_sdpa_kernel, _cur_sdpa_kernel_backends())):  # what torch.nn.attention.sdpa_kernel does
-            _sdpa_kernel([self._sdpa])
+            _sdpa_kernel(NOT_CUDNN if beyond else [self._sdpa])
             try:
                 return fn(*args)
             except RuntimeError as error:

@@ -123,6 +123,12 @@ class Recipe:
         ops = [op for op in self.ops if op.func is torch.ops.aten._scaled_dot_product_efficient_attention.default]
         return max((max(op.kept[0].shape[1:-1]) for op in ops if isinstance(op, SavedOp) and op.kept and op.kept[0]), default=0)
 
+    @cached_property
+    def cudnn_elements(self) -> int:
+        """Elements of the largest result of cuDNN's attention, as its queries have; 0: it was not used."""
+        ops = [op for op in self.ops if op.func is torch.ops.aten._scaled_dot_product_cudnn_attention.default]
+        return max((math.prod(op.kept[0].shape) for op in ops if isinstance(op, SavedOp) and op.kept and op.kept[0]), default=0)
+
     def without_shortcuts(self, followed: int) -> Recipe:
         """Return the recipe of a call that left this one after `followed` ops: supply what was stored, compute the rest."""
         ops = [replace(op, wanted=True) if isinstance(op, Gemm) else op for op in self.ops[:followed]]

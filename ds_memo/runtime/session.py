@@ -13,7 +13,7 @@ from torch import nn
 
 from ds_memo.config import MemoConfig
 from ds_memo.errors import MemoError
-from ds_memo.hf.attention import catch_attention, keep_unobserved_attention
+from ds_memo.hf.attention import catch_attention, keep_unobserved_attention, use_one_op
 from ds_memo.logits.head import LazyHead, output_heads
 from ds_memo.memory.device import device_usage
 from ds_memo.remat.checkpoint import Layer
@@ -60,6 +60,8 @@ class Session(Parts):
             catch_attention()
         self.patches.model(model, self.run)
         keep_unobserved_attention()
+        if self.config.attention != "eager":
+            use_one_op(model, self.eager_attention, self.warn, self.patches.undo_with)
         for name, module in layers[:1]:
             self.patches.before_forward(module, conflicts.MaskWatch(name, self.warn))
         if self.config.kernels.cross_entropy is None:

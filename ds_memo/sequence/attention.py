@@ -23,7 +23,7 @@ from ds_memo.sequence.masks import Mask, Plan, plan
 from ds_memo.sequence.parts import Parts
 from ds_memo.sequence.ranks import SequenceRanks
 
-_HARMLESS = ("position_ids", "num_items_in_batch", "shift_labels")
+HARMLESS = ("position_ids", "num_items_in_batch", "shift_labels")
 """Tensors that models hand their attention function and that change nothing in it."""
 
 _plans: weakref.WeakValueDictionary[int, Plan] = weakref.WeakValueDictionary()
@@ -111,7 +111,7 @@ def _refuse(module: nn.Module, dropout: float, others: dict[str, Any]) -> None:
             'attention_dropout (attn_pdrop) to 0, or "sequence_parallel_size" to 1'
         )
     for argument, given in others.items():
-        if isinstance(given, torch.Tensor) and argument not in _HARMLESS:
+        if isinstance(given, torch.Tensor) and argument not in HARMLESS:
             raise MemoError(
                 f"{name} hands its attention function {argument}, a tensor of shape {tuple(given.shape)}, which attention in "
                 'parts does not know and would leave out. Use "sequence_parallel_size": 1'

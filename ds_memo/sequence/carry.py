@@ -1,18 +1,26 @@
 """How functions that mix tokens, other than attention, run on a tile of a sequence: they go on where the tile before ended.
 
-A convolution gets its k-1 inputs before the tile, a scan the state behind them. The tables of ds_memo.sequence.mixers name the
-arguments.
+A convolution gets its k-1 inputs before the tile, a scan the state behind them. Where ranks share the sequence, their tiles are
+one stretch of it: a convolution gets its halo from the rank before, and a scan runs on all tokens of the stretch and some heads,
+whose states its rank carries. The tables of ds_memo.sequence.mixers name the arguments.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from ds_memo.remat.checkpoint import CannotTile
-from ds_memo.sequence.mixers import CONVOLUTIONS, FUSED, SCANS, Call
+from ds_memo.sequence import exchange
+from ds_memo.sequence.mixers import CONVOLUTIONS, FUSED, SCANS, Call, Scan, Spread, on_heads, rows_of
+from ds_memo.sequence.parts import Parts
+
+SHORT_STEP = 2.0**-60
+"""Time step in which no state decays: exp(SHORT_STEP · A) is 1 in float32 and in float64. A power of two rounds nothing."""
 
 
 class Carry:
@@ -20,17 +28,19 @@ class Carry:
 
     Args:
         given: what the tile before left; None: the tile is its sequence's first.
+        stretch: the tile and those of the ranks that share the sequence; None: each rank has whole sequences.
     """
 
-    def __init__(self, given: Sequence[torch.Tensor] | None) -> None:
+    def __init__(self, given: Sequence[torch.Tensor] | None, stretch: Parts | None = None) -> None:
         self._given = given
+        self._stretch = stretch
         self.left: list[torch.Tensor] = []
 
     def run(self, name: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run a function that the tables know on the tile. Convolution and scan in one return None: models then call the two.
 
         Raises:
-            CannotTile: it takes no state, or has a state or documents already.
+            CannotTile: it has a state or documents already.
         """
         if name in FUSED:
             return None
@@ -41,23 +51,119 @@ class Carry:
                 raise CannotTile(f"its {name} gets {argument} (packed documents), which is of all tokens")
             if argument in own and value is not None and value is not False:
                 raise CannotTile(f"its {name} gets {argument}, as where a cache is used. Set use_cache=False")
-        given = None if self._given is None else self._given[len(self.left)]
-        return (self._scan if name in SCANS else self._convolve)(name, call, given)
+        return (self._scan if name in SCANS else self._convolve)(name, call)
 
-    def _convolve(self, name: str, call: Call, given: torch.Tensor | None) -> torch.Tensor:
-        row = CONVOLUTIONS[name]
-        x, reach = call.values[row.x].transpose(1, 2), call.values[row.weight].shape[-1] - 1
-        x = torch.cat([x.new_zeros(x.shape[0], reach, x.shape[2]) if given is None else given, x], 1)
-        self._leave(x[:, x.shape[1] - reach :])
-        return call.run(call.values | {row.x: x.transpose(1, 2)})[..., reach:]
-
-    def _scan(self, name: str, call: Call, given: torch.Tensor | None) -> Any:
-        how = SCANS[name]
-        if how.state is None:
-            raise CannotTile(f"its {name} takes no state of the tokens before a tile")
-        out, state = call.run(call.values | {how.state: given} | ({how.final: True} if how.final else {}))
-        self._leave(state)
-        return (out, None) if how.two else out
+    def _next(self) -> torch.Tensor | None:
+        return None if self._given is None else self._given[len(self.left)]
 
     def _leave(self, tensor: torch.Tensor) -> None:
         self.left.append(tensor.clone(memory_format=torch.contiguous_format))  # what it is a part of has all tokens of the tile
+
+    # ---- convolutions
+
+    def _convolve(self, name: str, call: Call) -> torch.Tensor:
+        row, stretch = CONVOLUTIONS[name], self._stretch
+        x, reach = call.values[row.x], call.values[row.weight].shape[-1] - 1
+        if stretch is None:
+            return call.run(call.values | {row.x: self.with_halo(x, reach)})[..., reach:]
+        call.refuse_unknown(name, dict.fromkeys((row.x, row.weight, "bias")), row.states)
+        spread = Spread(x, reach, stretch, self._halo(self._behind(x, reach), reach, stretch))
+        return spread.gathered(call.run(call.values | {row.x: spread.x}))
+
+    def _behind(self, x: torch.Tensor, reach: int) -> torch.Tensor:
+        """Return what the tile before left, and the tile (b, tokens, channels)."""
+        given, x = self._next(), x.transpose(1, 2)
+        return torch.cat([x.new_zeros(x.shape[0], reach, x.shape[2]) if given is None else given, x], 1)
+
+    def with_halo(self, x: torch.Tensor, reach: int) -> torch.Tensor:
+        """Return a convolution's inputs (b, channels, tokens) behind those of the tile before."""
+        behind = self._behind(x, reach)
+        self._leave(behind[:, behind.shape[1] - reach :])
+        return behind.transpose(1, 2)
+
+    def _halo(self, behind: torch.Tensor, reach: int, stretch: Parts) -> torch.Tensor:
+        """Return the tokens before this rank's tile, and leave those that end the stretch to the first rank's next tile.
+
+        What other ranks carry is zeros that no rank wants: so frames and graphs are alike on all.
+
+        Args:
+            behind: what the tile before left, and the tile.
+        """
+        ranks, length = range(stretch.ranks.size), stretch.length
+        have = [((-reach * (rank + 1), -reach * rank), *stretch.pieces_of(rank)) for rank in ranks]
+        ends = [length - reach if rank == 0 else length for rank in ranks]
+        want = [((start - reach, start), (end, end + reach)) for ((start, _),), end in zip(stretch.all_pieces, ends, strict=True)]
+        halo, left = exchange.move(behind, have, want, stretch.ranks.group).split(reach, 1)
+        self._leave(left)
+        return halo
+
+    # ---- scans
+
+    def _scan(self, name: str, call: Call) -> Any:
+        how, given = SCANS[name], self._next()
+        if self._stretch is None:
+            out, state = _run_from(call, call.values, how, given)
+            self._leave(state)
+            return (out, None) if how.two else out
+        number = len(self.left)
+        out = on_heads(name, call, how, self._stretch, lambda values, parts: self._by_documents(call, values, how, given, parts))
+        if len(self.left) == number:  # no heads on this rank
+            self._leave(call.values[how.lead].new_zeros(1))
+        return out
+
+    def _by_documents(
+        self, call: Call, values: dict[str, Any], how: Scan, given: torch.Tensor | None, stretch: Parts
+    ) -> torch.Tensor:
+        """Run a scan of some heads on a stretch, a document at a time: kernels that can be told of documents take no states."""
+        tokens = {name: dim for name, (dim, _) in how.arguments.items() if dim is not None and values.get(name) is not None}
+        rows, states = [], []
+        for of_batch, starts in rows_of(stretch, values[how.lead].shape[0]):
+            state = None if given is None or starts[0] == 0 else given[of_batch]
+            each = []
+            for start, stop in itertools.pairwise((0, *starts[1:], stretch.length)):
+                own = {name: values[name][of_batch].narrow(dim, start, stop - start) for name, dim in tokens.items()}
+                out, left = _run_from(call, values | own, how, state)
+                each.append(out)
+                state = None
+            rows.append(_joined(each, tokens[how.lead]))
+            states.append(left)
+        self._leave(_joined(states, 0))
+        return _joined(rows, 0)
+
+
+def _run_from(call: Call, values: Mapping[str, Any], how: Scan, state: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run a scan from a state. Return its output, and the state behind it."""
+    if how.state is None:
+        return selective_scan(call, values, state)
+    return call.run({**values, how.state: state} | ({how.final: True} if how.final else {}))
+
+
+def selective_scan(call: Call, values: Mapping[str, Any], given: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run Mamba-1's scan from a state (b, channels, n). Return its output, and the state behind it.
+
+    Its kernel takes no state, and gives the last one no gradient. So n tokens before the tile's write the state, one entry of n
+    each, and n tokens behind them read it. All is in float32, as states are inside the kernel.
+    """
+    x, dt, to_state, from_state = (values[name].float() for name in ("hidden_states", "dt", "B", "C"))
+    if values.get("delta_bias") is not None:
+        dt = dt + values["delta_bias"].float()[:, None]
+    if values.get("delta_softplus"):
+        dt = F.softplus(dt)
+    entries = to_state.shape[1]
+    each = torch.eye(entries, dtype=x.dtype, device=x.device).expand(len(x), -1, -1)
+    none, nothing = torch.zeros_like(each), x.new_zeros(*x.shape[:2], entries)
+    step = nothing + SHORT_STEP
+    parts = [(x, dt, to_state, from_state), (nothing, step, none, each)]
+    if given is not None:
+        parts.insert(0, (given, step, each / SHORT_STEP, none))
+    tokens = {name: torch.cat(tensors, 2) for name, *tensors in zip(("hidden_states", "dt", "B", "C"), *parts, strict=True)}
+    with torch.autocast(x.device.type, enabled=False):  # PyTorch's own reads states by a product
+        out = call.run({**values, **tokens, "delta_bias": None, "delta_softplus": False, "z": None})
+    out, state = out[..., -entries - x.shape[2] : -entries], out[..., -entries:]
+    if values.get("z") is not None:
+        out = out * F.silu(values["z"].float())
+    return out.to(values["hidden_states"].dtype), state
+
+
+def _joined(tensors: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), dim)

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from ds_memo.errors import MemoError
+from ds_memo.remat.checkpoint import CannotTile
 from ds_memo.remat.undo import changed
 from ds_memo.sequence import exchange
 from ds_memo.sequence.carry import Carry
@@ -72,14 +73,18 @@ def catch_mixers(decoder: nn.Module) -> list[nn.Module]:
 
 
 def calls_mixers(layer: nn.Module) -> bool:
-    """Catch the functions that a layer's classes call; return whether there are any."""
-    return any([_catch(cls) for cls in {cls for module in layer.modules() for cls in type(module).__mro__}])
+    """Catch the functions that a layer's classes call, and hook its causal convolutions; return whether there are any."""
+    convolutions = [part for part in layer.modules() if isinstance(part, nn.Conv1d) and 0 < _reach(part) == part.padding[0]]
+    for module in convolutions:
+        _hook(module, _enter_convolution, _leave_convolution)
+    caught = [_catch(cls) for cls in {cls for module in layer.modules() for cls in type(module).__mro__}]
+    return bool(convolutions) or any(caught)
 
 
 @contextmanager
-def carrying(given: Sequence[torch.Tensor] | None) -> Iterator[Carry]:
+def carrying(given: Sequence[torch.Tensor] | None, stretch: Parts | None = None) -> Iterator[Carry]:
     """Have caught functions run on a tile inside the block. See :class:`Carry`."""
-    carry = Carry(given)
+    carry = Carry(given, stretch)
     with changed(_UNDER_WAY, "carry", carry):
         yield carry
 
@@ -181,12 +186,21 @@ def _left(module: nn.Module) -> Any:
     return modules.pop()[1] if modules and modules[-1][0] is module else None
 
 
+def _reach(module: nn.Conv1d) -> int:
+    """Return the tokens before its own that an output depends on."""
+    return (module.kernel_size[0] - 1) * module.dilation[0]
+
+
 def _enter_convolution(module: nn.Conv1d, args: tuple[torch.Tensor]) -> tuple[torch.Tensor] | None:
-    """Give an nn.Conv1d that is called outright (RecurrentGemma) this rank's tokens behind their halo."""
-    parts = _parts_of(module)
+    """Give an nn.Conv1d that is called outright (RecurrentGemma) this rank's tokens, or a tile's, behind their halo."""
+    (x,), reach, carry, parts = args, _reach(module), _UNDER_WAY.carry, _parts_of(module)
+    if carry is not None and parts is not None:
+        raise CannotTile("its nn.Conv1d is called outright, and is not cut where ranks share a sequence")
+    if carry is not None:
+        _UNDER_WAY.modules.append((module, slice(reach, reach + x.shape[-1])))
+        return (carry.with_halo(x, reach),)
     if parts is None:
         return None
-    (x,), reach = args, (module.kernel_size[0] - 1) * module.dilation[0]
     if module.padding[0] != reach or module.stride[0] != 1 or module.padding_mode != "zeros" or x.shape[-1] > parts.own:
         raise MemoError(
             f"an nn.Conv1d of {module.kernel_size[0]} taps got {x.shape[-1]} tokens with padding {module.padding[0]}; sequence "
@@ -201,7 +215,9 @@ def _enter_convolution(module: nn.Conv1d, args: tuple[torch.Tensor]) -> tuple[to
 
 def _leave_convolution(module: nn.Conv1d, args: Any, out: torch.Tensor | None) -> torch.Tensor | None:
     spread = _left(module)
-    return None if spread is None or out is None else spread.gathered(out)
+    if spread is None or out is None:
+        return None
+    return out[..., spread] if isinstance(spread, slice) else spread.gathered(out)
 
 
 def _enter_whole(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:

@@ -143,12 +143,12 @@ def _moved(x: torch.Tensor, have: Sequence[Pieces], want: Sequence[Pieces], grou
     here, there = ([sum(size for _, size in places) for places in of_rank] for of_rank in (sent, come))
     received = x.new_empty(sum(there), *x.shape[1:])
     dist.all_to_all_single(received, torch.cat([x[:0], *packed]).contiguous(), there, here, group=group)
-    out = x.new_zeros(sum(stop - start for start, stop in want[mine]), *x.shape[1:])
+    out = x.new_zeros(x.shape[1], sum(stop - start for start, stop in want[mine]), *x.shape[2:])  # no view: it may be written to
     for (at, size), part in zip(
         itertools.chain(*come), received.split([size for places in come for _, size in places]), strict=True
     ):
-        out.narrow(0, at, size).add_(part)  # two ranks may want one token: its gradient is their sum
-    return out.transpose(0, 1).contiguous()
+        out.narrow(1, at, size).add_(part.transpose(0, 1))  # two ranks may want one token: its gradient is their sum
+    return out
 
 
 def common(have: Pieces, want: Pieces) -> list[tuple[int, int, int]]:

@@ -49,15 +49,20 @@ def joined(bands: Iterable[Band], bottom_right: bool = False) -> list[Band]:
     return found
 
 
-def cut(band: Band, block: int, first: int | None = None) -> Iterator[Band]:
-    """Yield a band's blocks of queries, each with the keys that it can see. The first may be of another size."""
+def cut(band: Band, block: int, first: int | None = None, keys: int | None = None) -> Iterator[Band]:
+    """Yield a band's blocks of queries, each with the keys that it can see. The first may be of another size.
+
+    Args:
+        keys: of a block at most; None: all.
+    """
     q0, q1 = band.queries
     moved = q0 - band.keys[0]
     before = None if band.before is None else band.before + moved
     after = None if band.after is None else band.after - moved
     borders = sorted({0, q0, q1, *range(q0 + (first or block), q1, block)})
     run = masks.Run(band.queries, band.keys, before, after)
-    return masks.bands(band.row, [run], tuple(itertools.pairwise(borders)), ((0, band.keys[1]),))
+    of_keys = [0, band.keys[1]] if keys is None else sorted({0, band.keys[1], *range(band.keys[0], band.keys[1], keys)})
+    return masks.bands(band.row, [run], tuple(itertools.pairwise(borders)), tuple(itertools.pairwise(of_keys)))
 
 
 def side_by_side(bands: Iterable[Band], s: int, t: int) -> list[Call]:

@@ -25,8 +25,8 @@ from ds_memo.sequence.masks import Band
 aten = torch.ops.aten
 BLOCK = 256
 """Queries of a block that has a mask."""
-LOGITS = 2**21
-"""Queries × keys of a block, per head, where logits are tensors."""
+SIDE = 1024
+"""Queries of a block, and its keys, where logits are tensors."""
 CAUSAL = (None, 0)
 """Limits of a call that is_causal stands for: it counts from the first query and key."""
 UNMASKED = ((None, None), CAUSAL)
@@ -284,35 +284,46 @@ class Flash(Kernel):
 
 
 class Math(Kernel):
-    """Any device, dtype and cap: logits of a block of queries, in the accumulator's dtype."""
+    """Any device, dtype and cap: logits of a block of queries and keys, in the accumulator's dtype."""
 
     one_size = False
 
     def _blocks(self, band: Band) -> Iterable[Band]:
-        return cut(band, max(16, LOGITS // (band.keys[1] - band.keys[0])))
+        return cut(band, SIDE, keys=SIDE)
 
     def forward(self, qkv: Three, call: Call) -> tuple[Tensor, Tensor]:
-        logits, _ = self._logits(qkv, call)
+        q, k, v = _swapped(qkv)
+        logits, _ = self._logits(q, k, call, slopes=False)
         lse = logits.logsumexp(-1)
-        out = (logits - lse[..., None]).exp_() @ qkv[2].transpose(1, 2).to(logits.dtype)
-        return out.transpose(1, 2).to(qkv[0].dtype), lse
+        out = _product(logits.sub_(lse[..., None]).exp_().to(v.dtype), v)
+        return out.transpose(1, 2).to(q.dtype), lse
 
     def backward(self, grad: Tensor, qkv: Three, out: Tensor, lse: Tensor, call: Call) -> Three:
-        logits, slope = self._logits(qkv, call)
-        shares = (logits - lse[..., None]).exp_()
-        grad, q, k, v, out = _swapped(x.to(logits.dtype) for x in (grad, *qkv, out))
-        inner = shares * (grad @ v.mT - (grad * out).sum(-1, keepdim=True)) * slope
-        return _swapped((inner @ k, inner.mT @ q, shares.mT @ grad))
+        grad, q, k, v, out = _swapped((grad, *qkv, out))
+        logits, slope = self._logits(q, k, call, slopes=True)
+        shares = logits.sub_(lse[..., None]).exp_()
+        dot = (grad.to(lse.dtype) * out).sum(-1, keepdim=True)
+        inner = _product(grad, v.mT).sub_(dot).mul_(shares).mul_(slope).to(q.dtype)
+        return _swapped((_product(inner, k), _product(inner.mT, q), _product(shares.to(grad.dtype).mT, grad)))
 
-    def _logits(self, qkv: Three, call: Call) -> tuple[Tensor, Tensor | float]:
-        """Return logits, and their slopes by the products of queries and keys."""
-        q, k = _swapped(x.to(_accumulator(x)) for x in qkv[:2])
-        logits, slope = q @ k.mT * self.scale, self.scale
+    def _logits(self, q: Tensor, k: Tensor, call: Call, slopes: bool) -> tuple[Tensor, Tensor | float]:
+        """Return logits, and if asked for their slopes by the products of queries and keys."""
+        logits, slope = _product(q, k.mT), self.scale
         if self.softcap:
-            tanh = (logits / self.softcap).tanh_()
-            logits, slope = tanh * self.softcap, (1 - tanh * tanh) * self.scale
-        mask = _mask(call, q, UNMASKED[:1])
-        return logits if mask is None else logits + mask, slope
+            logits.mul_(self.scale / self.softcap).tanh_()
+            slope = (logits * logits).neg_().add_(1).mul_(self.scale) if slopes else slope
+            logits.mul_(self.softcap)
+        else:
+            logits.mul_(self.scale)
+        mask = _mask(call, logits, UNMASKED[:1])
+        return logits if mask is None else logits.add_(mask), slope
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """Return a @ b in the accumulator's dtype. CUDA multiplies numbers of half precision as they are."""
+    if a.device.type == "cuda" and a.dtype in (torch.float16, torch.bfloat16):
+        return torch.bmm(a.flatten(0, 1), b.flatten(0, 1), out_dtype=torch.float32).unflatten(0, a.shape[:2])
+    return a.to(_accumulator(a)) @ b.to(_accumulator(b))
 
 
 def _swapped(tensors: Iterable[Tensor]) -> list[Tensor]:

@@ -9,7 +9,7 @@ one kernel call.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -28,12 +28,16 @@ class Mask:
             first; "both", all tokens of the document; "table".
         table: first and last key of each query (rows, s), on the host; for "table" alone. Documents limit it, too.
         plans: of a table, by Parts: they end with it.
+        parts: whole sequences on one rank; None: those of the module that attends.
+        dense: returns the tensor, if `parts` are there.
     """
 
     kind: str = "causal"
     size: int = 0
     table: tuple[torch.Tensor, torch.Tensor] | None = field(default=None, compare=False)
     plans: dict[Parts, Plan] | None = field(default=None, compare=False)
+    parts: Parts | None = field(default=None, compare=False)
+    dense: Callable[[], torch.Tensor] | None = field(default=None, compare=False, repr=False)
 
     # As a tensor's, because models look.
     ndim = 4

@@ -119,7 +119,7 @@ def fitting(parts: Parts, tokens: int, name: str) -> Parts:
     return parts if tokens == parts.own else parts.shortened(tokens)
 
 
-def _rows(parts: Parts, batch: int) -> Iterator[tuple[slice, tuple[int, ...]]]:
+def rows_of(parts: Parts, batch: int) -> Iterator[tuple[slice, tuple[int, ...]]]:
     """Yield rows of the batch with one list of documents."""
     documents = parts.documents
     if all(row == documents[0] for row in documents):
@@ -147,14 +147,15 @@ class Spread:
     Args:
         x: (b, channels, tokens) of this rank.
         reach: tokens before its own that an output depends on.
+        halos: (b, pieces · reach, channels), if they are here already.
     """
 
-    def __init__(self, x: torch.Tensor, reach: int, parts: Parts) -> None:
+    def __init__(self, x: torch.Tensor, reach: int, parts: Parts, halos: torch.Tensor | None = None) -> None:
         self._places: list[list[tuple[int, int]]] = []
         x = x.transpose(1, 2)  # where tokens lie one after another, the kernel's layout stays
-        halos = _halos(x, reach, parts)
+        halos = _halos(x, reach, parts) if halos is None else halos
         rows = []
-        for of_batch, starts in _rows(parts, x.shape[0]):
+        for of_batch, starts in rows_of(parts, x.shape[0]):
             segments, places = _segments(x[of_batch], halos[of_batch], reach, parts.pieces, starts)
             rows.append(torch.cat(segments, 1))
             self._places.append(places)
@@ -203,15 +204,24 @@ def _segments(
 
 
 def scan(name: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], parts: Parts) -> Any:
-    """Run a scan with all tokens of some heads. A rank may have none: its graph still holds every exchange."""
+    """Run a scan with all tokens of some heads."""
     call, how = Call.of(function, args, kwargs), SCANS[name]
+    return on_heads(name, call, how, parts, lambda values, parts: _by_documents(call, values, how, parts))
+
+
+def on_heads(name: str, call: Call, how: Scan, parts: Parts, run: Callable[[dict[str, Any], Parts], torch.Tensor]) -> Any:
+    """Give each rank all tokens of some heads. A rank may have none: its graph still holds every exchange.
+
+    Args:
+        run: the scan, given the call's arguments for these heads, and the parts of a call of so many tokens.
+    """
     call.refuse_unknown(name, how.arguments, (how.state, how.final))
     lead, where = call.values[how.lead], how.arguments[how.lead]
     parts = fitting(parts, lead.shape[where.tokens], name)
     owned = exchange.blocks(lead.shape[where.heads], parts.ranks.size)
     given = [argument for argument in how.arguments if call.values.get(argument) is not None]  # in one order on all ranks
     values = call.values | {argument: _share(call.values[argument], how.arguments[argument], owned, parts) for argument in given}
-    states = _by_documents(call, values, how, parts) if owned[parts.ranks.number] else _nothing(values, how)
+    states = run(values, parts) if owned[parts.ranks.number] else _nothing(values, how)
     states = parts.by_rank(states.movedim((where.tokens, where.heads), (1, 2)), 1)
     states = exchange.to_tokens(states, [len(heads) for heads in owned], parts.ranks.group)
     states = states.movedim((1, 2), (where.tokens, where.heads))
@@ -260,7 +270,7 @@ def _by_documents(call: Call, values: dict[str, Any], how: Scan, parts: Parts) -
         one_row = {name: values[name].flatten(0, 1)[None] for name in tokens}  # fla wants it
         return states(cu_seqlens=_borders(parts.documents, parts.length, batch, device), **one_row)[0].unflatten(0, (batch, -1))
     rows = []
-    for of_batch, starts in _rows(parts, batch):
+    for of_batch, starts in rows_of(parts, batch):
         each = []
         for start, stop in itertools.pairwise((*starts, parts.length)):
             own = {name: values[name][of_batch].narrow(dim, start, stop - start) for name, dim in tokens.items()}

@@ -11,7 +11,8 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch import nn
 from ds_memo.errors import MemoError
 from ds_memo.remat.layer_state import OF_LATEST, PLAIN
 from ds_memo.remat.modes import inside_a_layer
+from ds_memo.remat.undo import changed
 from ds_memo.sequence.ranks import SequenceRanks
 
 PARTS = "_ds_memo_parts"
@@ -52,6 +54,8 @@ class Parts:
         """Tokens of a part."""
         self.plans: dict[Any, Any] = {}
         """What attention has worked out, by its mask."""
+        self.striped: dict[int, Any] = {}
+        """The same sequences in tiles (ds_memo.sequence.striped), by tokens of a tile."""
         self._shortened: dict[int, Parts] = {}
         self.among_others = False
         """True while forwards on other parts wait for their backwards, too."""
@@ -143,6 +147,16 @@ def parts_of(module: nn.Module) -> Parts | None:
             'memo recompute the layers ("memo": {"enabled": true} in place of gradient checkpointing)'
         )
     return parts
+
+
+@contextmanager
+def running_on(module: nn.Module, parts: Parts | None) -> Iterator[None]:
+    """Have a layer run on other parts inside the block; None: as it does."""
+    with ExitStack() as stack:
+        for inner in module.modules():
+            if parts is not None and PARTS in vars(inner):
+                stack.enter_context(changed(inner, PARTS, parts))
+        yield
 
 
 def _joined(x: torch.Tensor, dim: int, have: Sequence[tuple[int, int]], want: Sequence[tuple[int, int]]) -> torch.Tensor:

@@ -52,6 +52,11 @@ class SequenceRanks:
         return self
 
 
+ALONE = SequenceRanks(None, None, None, None)  # type: ignore[arg-type]
+"""One rank, which has whole sequences: there are no groups."""
+vars(ALONE).update(size=1, ulysses=1, ring=1, number=0)
+
+
 @functools.cache
 def ranks_of(group: dist.ProcessGroup, ulysses: int) -> SequenceRanks:
     """Make the subgroups, once; all ranks of the process must call this together.

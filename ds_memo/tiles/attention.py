@@ -32,6 +32,7 @@ from ds_memo.swap.frame import Frame, lie_alike
 from ds_memo.tiles.around import dropping, without_autocast
 from ds_memo.tiles.attention_call import Gathered
 from ds_memo.tiles.modes import SupplyHeads, may_split_heads
+from ds_memo.tiles.probe import MATRIX
 from ds_memo.tiles.recipes import AttentionRecipe, Output, TiledLayer
 from ds_memo.tiles.weight_gradients import GradientSums
 
@@ -186,14 +187,16 @@ class TiledAttention:
 
     def _attend(self, gathered: Gathered, leaves: list[Any]) -> torch.Tensor:
         assert gathered.call is not None
-        return self._shapes.result.only_tensor(self._remat.with_kernel(self._tiled.layer, gathered.call.run, leaves))
+        elements = max(gathered.leaves[index].numel() for index in self._shapes.differentiable)
+        run = functools.partial(self._remat.with_kernel, self._tiled.layer, gathered.call.run, elements=elements)
+        return self._shapes.result.only_tensor(run(leaves))
 
     def _settle(self, observed: Observed, result: torch.Tensor, draws: bool) -> AttentionRecipe:
         """Make the recipe of a call that was analysed, and keep this call's tensors by it."""
         call = self._call
         assert call is not None
         if observed.notes.softmax and all(isinstance(op, ObservedSavedOp) and op.recomputed for op in observed.ops):
-            raise CannotTile("its attention makes a matrix of tokens × tokens")
+            raise CannotTile(MATRIX)
         if any(isinstance(getattr(op, "func", None), FunctionCall) for op in observed.ops):
             raise CannotTile("its attention is a keep_whole function")
         observed.note_hidden_writes()

@@ -28,8 +28,8 @@ from ds_memo.tiles.slices import new_whole, part
 class NoAttention(CannotTile):
     """A layer calls no attention that can be caught."""
 
-    def __init__(self) -> None:
-        super().__init__("it calls neither one of Transformers' attention functions nor F.scaled_dot_product_attention")
+    def __init__(self, why: str = "it calls neither one of Transformers' attention functions nor F.scaled_dot_product_attention"):
+        super().__init__(why)
 
 
 class AttentionCall:

@@ -119,8 +119,8 @@ class CallInTiles(ABC):
         return 0
 
     def _kind(self, span: Span) -> Any:
-        """Return a key for what a tile's recipes depend on."""
-        return span.size
+        """Return a key for what a tile's recipes depend on. The first tile of a sequence has no carry."""
+        return (span.size, span.tokens.start == 0) if self._shapes.mixes else span.size
 
     # ---- forward
 
@@ -228,6 +228,9 @@ class CallInTiles(ABC):
         """Return a tile's hidden states as a leaf, in row-major order: its ops are then the same for any layout of the whole."""
         return part(hidden.detach(), span, 1).contiguous().requires_grad_(self._trains)
 
+    def _leaves(self, carry: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [tensor.detach().requires_grad_(self._trains) for tensor in carry]
+
     def _seed_of(self, number: int) -> int | None:
         return None if self._seed is None else self._seed + number
 
@@ -256,6 +259,21 @@ class CallInTiles(ABC):
         for tile in self._tiles:
             tile.call.frame.first_only = False
             self._engine.give_up(tile.call.frame)
+
+
+def with_left(
+    results: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor],
+    left: Sequence[torch.Tensor],
+    d_left: Sequence[torch.Tensor | None],
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Add what a tile left for the next to what its backward begins at, and the gradients of that.
+
+    Args:
+        d_left: empty behind the last tile of a sequence. None: nothing came of it.
+    """
+    more = [(end, d_end) for end, d_end in zip(left, d_left, strict=False) if d_end is not None]
+    return [*results, *(end for end, _ in more)], [*gradients, *(d_end for _, d_end in more)]
 
 
 def stored_tiles(tiles: int, alpha: float) -> set[int]:

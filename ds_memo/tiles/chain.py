@@ -7,6 +7,9 @@
 For all tokens there are hidden states and their gradient, and nothing else. A frame for each tile: its hidden states, its carry,
 what routers chose, and if the tile is stored all GEMM outputs. Where no function is caught, tokens are not mixed, and there is no
 carry.
+
+Ranks that share a sequence move hidden states, so that their tiles of one number are one stretch of it, and move the output back
+(ds_memo.sequence.striped).
 """
 
 from __future__ import annotations
@@ -29,9 +32,13 @@ from ds_memo.remat.record import Record
 from ds_memo.remat.replay import Replay
 from ds_memo.remat.tensors import tensor_leaves
 from ds_memo.sequence.catch_mixers import carrying
+from ds_memo.sequence.exchange import move
+from ds_memo.sequence.mixers import fitting
+from ds_memo.sequence.parts import parts_of
+from ds_memo.sequence.striped import Striped, striped
 from ds_memo.spans import Span
 from ds_memo.tiles.around import dropping
-from ds_memo.tiles.call_in_tiles import CallInTiles, Tile, memory_for, stored_tiles
+from ds_memo.tiles.call_in_tiles import CallInTiles, Tile, memory_for, stored_tiles, with_left
 from ds_memo.tiles.modes import AnalyseTile
 from ds_memo.tiles.recipes import note_tile
 from ds_memo.tiles.slices import fill, new_whole, part
@@ -56,11 +63,24 @@ class ChainedCall(CallInTiles):
     """One call of a tiled layer that calls no attention. See :class:`CallInTiles` for the arguments."""
 
     _tiles: list[Tile]
+    _striped: Striped | None = None
+    """The tokens of the ranks' tiles; None: this rank has whole sequences, or the layer does not mix tokens."""
+
+    # ---- ranks that share a sequence
+
+    def run(self) -> Any:
+        module = self._tiled.module
+        parts = parts_of(module) if self._shapes.mixes else None
+        if parts is None:
+            return super().run()
+        parts = fitting(parts, self._arguments.length, type(module).__name__)
+        self._striped = striped(parts, self._spans[0].size[1])
+        outside, inside, group = parts.all_pieces, self._striped.all_pieces, parts.ranks.group
+        self._hidden, self._tiled.striped = move(self._hidden, outside, inside, group), True
+        result, output = super().run(), self._shapes.output
+        return output.of(move(output.tensor(result), inside, outside, group))
 
     # ---- forward
-
-    def _kind(self, span: Span) -> Any:
-        return span.size, span.tokens.start == 0
 
     def _run_tiles(self, hidden: torch.Tensor, recipes: dict[Any, LinkRecipes]) -> torch.Tensor:
         for begins in ("heads", "attention", "tails"):  # the first two are empty
@@ -69,11 +89,13 @@ class ChainedCall(CallInTiles):
         output: torch.Tensor | None = None
         left: list[torch.Tensor] = []
         for number, span in enumerate(self._spans):
-            stored, of_kind = number in all_stored, recipes[self._kind(span)]
+            of_kind, packed = recipes[self._kind(span)], self._is_packed(span)
+            stored = number in all_stored and not packed
             recipe = of_kind.stored if stored else of_kind.recomputed
             tile = Tile(span, self._begin_tile(number, recipe), stored, self._seed_of(number))
             self._tiles.append(tile)
-            of_tile, left = self._tile_forward(tile, hidden, left if span.tokens.start else [], of_kind.records(recipe))
+            records = of_kind.writes if packed else of_kind.records(recipe)
+            of_tile, left = self._tile_forward(tile, hidden, left if span.tokens.start else [], records, packed)
             if output is None:
                 output = new_whole(of_tile, self._arguments.batch, self._arguments.length, 1)
             part(output, span, 1).copy_(of_tile)
@@ -85,8 +107,16 @@ class ChainedCall(CallInTiles):
         assert output is not None
         return output
 
+    def _is_packed(self, span: Span) -> bool:
+        """Return True if a document begins behind the first token of what a tile runs on.
+
+        Its ops depend on where, so a recipe would serve it once: all of it is recomputed.
+        """
+        documents = () if self._striped is None else self._striped.stretch(span).documents
+        return any(len(row) > 1 or (row[0] == 0 and span.tokens.start > 0) for row in documents)
+
     def _tile_forward(
-        self, tile: Tile, hidden: torch.Tensor, carry: list[torch.Tensor], records: bool
+        self, tile: Tile, hidden: torch.Tensor, carry: list[torch.Tensor], records: bool, packed: bool
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Run a tile. Return its output, and what it leaves for the next."""
         x, carry = self._hidden_of(hidden, tile.span), self._leaves(carry)
@@ -95,24 +125,28 @@ class ChainedCall(CallInTiles):
             output, left, _ = self._run_tile(tile, x, carry, nullcontext())
             return output, left
         if records:
-            output, left, _ = self._run_tile(tile, x, carry, Record(tile.call, left_recipe=self._tiled.recipes.clear))
+            # A new recipe takes a run of a tile, in which ranks that share its sequence would have to join.
+            mode = Record(tile.call, left_recipe=self._tiled.recipes.clear) if self._striped is None else Record(tile.call)
+            output, left, _ = self._run_tile(tile, x, carry, mode)
         else:
             packs = itertools.count()
             counting = torch.autograd.graph.saved_tensors_hooks(lambda tensor: next(packs), lambda number: None)
             output, left, _ = self._run_tile(tile, x, carry, counting)
-            if next(packs) != tile.call.recipe.packs:  # it left its recipe, where products were left out
+            if packed or next(packs) != tile.call.recipe.packs:  # it left its recipe, where products were left out
                 tile.call.recipe = replace(tile.call.recipe, ops=[])
         return output.detach(), [tensor.detach() for tensor in left]
 
-    def _leaves(self, carry: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return [tensor.detach().requires_grad_(self._trains) for tensor in carry]
-
     def _run_tile(
-        self, tile: Tile, x: torch.Tensor, carry: list[torch.Tensor], mode: AbstractContextManager[Any]
+        self, tile: Tile, x: torch.Tensor, carry: list[torch.Tensor], mode: AbstractContextManager[Any], packed: bool = True
     ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
-        """Return a tile's output, what it leaves for the next, and its inputs besides `x` and `carry`."""
+        """Return a tile's output, what it leaves for the next, and its inputs besides `x` and `carry`.
+
+        Args:
+            packed: False: as if it had no documents.
+        """
         args, kwargs, _ = self._arguments.tile(x, tile.span)
-        with self._seeded(tile.seed), mode, carrying(carry if tile.span.tokens.start else None) as after:
+        stretch = None if self._striped is None else self._striped.stretch(tile.span, packed)
+        with self._seeded(tile.seed), mode, carrying(carry if tile.span.tokens.start else None, stretch) as after:
             output = self._shapes.output.tensor(self._forward(*args, **kwargs))
         return output, after.left, self._arguments.inputs(args, kwargs)
 
@@ -128,11 +162,11 @@ class ChainedCall(CallInTiles):
             carry: list[torch.Tensor] = []
             if span.tokens.start:
                 first = Tile(self._spans[0], call, False, None)
-                carry = self._leaves(self._run_tile(first, self._hidden_of(hidden, first.span), [], nullcontext())[1])
+                carry = self._leaves(self._run_tile(first, self._hidden_of(hidden, first.span), [], nullcontext(), False)[1])
             x = self._hidden_of(hidden, span)
             givens = [*tensors_of(module), *tensor_leaves(self._arguments.tile(x, span)[:2]), *carry]
             with AnalyseTile(call, observed, givens) as mode:
-                self._run_tile(Tile(span, call, False, None), x, carry, nullcontext())
+                self._run_tile(Tile(span, call, False, None), x, carry, nullcontext(), False)
             if self._trains and not observed.packs:
                 raise CannotTile("its backward needs nothing of its forward")
             observed.note_hidden_writes()
@@ -175,6 +209,5 @@ class ChainedCall(CallInTiles):
         carry = self._leaves([frame.tensor(kept) for kept in tile.call.recipe.inputs[1:]])
         with torch.enable_grad():
             output, left, others = self._run_tile(tile, x, carry, Replay(tile.call))
-        ends = [(output, d_output), *((end, d_end) for end, d_end in zip(left, d_left, strict=False) if d_end is not None)]
-        d_x, *rest = sums.backward([end for end, _ in ends], [d_end for _, d_end in ends], [x, *carry, *others])
+        d_x, *rest = sums.backward(*with_left([output], [d_output], left, d_left), [x, *carry, *others])
         return d_x, rest[: len(carry)], rest[len(carry) :]

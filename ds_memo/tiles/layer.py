@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,17 +25,21 @@ from ds_memo.remat.modes import running_tiles
 from ds_memo.remat.recipe import Recipe, SavedOp
 from ds_memo.remat.replay import Replay
 from ds_memo.remat.tensors import storage_of
+from ds_memo.sequence.carry import Carry
+from ds_memo.sequence.catch_mixers import carrying
 from ds_memo.spans import Span
 from ds_memo.swap.frame import Frame
 from ds_memo.tiles.around import dropping
 from ds_memo.tiles.attention import TiledAttention
 from ds_memo.tiles.attention_call import AttentionCall, Gathered, run_to_attention, run_with_attention
-from ds_memo.tiles.call_in_tiles import CallInTiles, Tile, memory_for, stored_tiles
+from ds_memo.tiles.call_in_tiles import CallInTiles, Tile, memory_for, stored_tiles, with_left
 from ds_memo.tiles.modes import LeftRecipe, RecordPost, RecordPre, ReplayPost
 from ds_memo.tiles.probe import AttentionShapes
 from ds_memo.tiles.recipes import SizeRecipes, TileRecipe, analyse
 from ds_memo.tiles.slices import fill, new_whole, part
 from ds_memo.tiles.weight_gradients import GradientSums
+
+Gradients = Sequence[torch.Tensor | None]
 
 
 @dataclass
@@ -43,6 +47,8 @@ class AttentionTile(Tile):
     """A tile that is cut at attention."""
 
     recipe: TileRecipe
+    carried: int
+    """Tensors of the tile before that its pre goes on from."""
     followed: bool = False
     """True if the pre did what the recipe says, as far as is known. The run behind attention compares it once more."""
 
@@ -72,9 +78,9 @@ class AttentionTile(Tile):
         return call
 
 
-def reads_hidden_only(call: Call) -> bool:
-    """Return True if a replay reads no more of its frame than the hidden states."""
-    return not any(op.kept is not None and (isinstance(op, SavedOp) or op.wanted) for op in call.recipe.ops)
+def reads_hidden_only(tile: AttentionTile, call: Call) -> bool:
+    """Return True if a tile's replay reads no more of its frame than the hidden states."""
+    return not tile.carried and not any(op.kept is not None and (isinstance(op, SavedOp) or op.wanted) for op in call.recipe.ops)
 
 
 class TiledCall(CallInTiles):
@@ -114,9 +120,11 @@ class TiledCall(CallInTiles):
         return output
 
     def _analyse(self, call: Call, hidden: torch.Tensor, span: Span) -> SizeRecipes:
-        args, kwargs, _ = self._arguments.tile(self._hidden_of(hidden, span), span)
+        first = self._spans[0]
+        tile, before = (self._arguments.tile(self._hidden_of(hidden, of), of)[:2] for of in (span, first))
+        goes_on = self._shapes.mixes and span.tokens.start
         with running_tiles():
-            return analyse(call, self._tiled.module, self._forward, (args, kwargs), span, self._shapes)
+            return analyse(call, self._tiled.module, self._forward, tile, before if goes_on else None, span, self._shapes)
 
     def _host_bytes(self, recipes: SizeRecipes) -> tuple[int, int]:
         return recipes[self._keeps_result, False].host_bytes, recipes[self._keeps_result, True].host_bytes
@@ -137,16 +145,17 @@ class TiledCall(CallInTiles):
         self._remat.part_begins("heads")
         gathered = Gathered(self._shapes.arguments, self._arguments.batch, self._arguments.length)
         all_stored = stored_tiles(len(self._spans), self._placement.decided_alpha)
+        left: list[torch.Tensor] = []
         for number, span in enumerate(self._spans):
             stored = number in all_stored
-            of_tile = recipes[span.size][self._keeps_result, stored]
-            x = self._hidden_of(hidden, span)
+            of_tile = recipes[self._kind(span)][self._keeps_result, stored]
+            x, carry = self._hidden_of(hidden, span), self._leaves(left if span.tokens.start else [])
             call = self._begin_tile(number, of_tile.whole)
-            tile = AttentionTile(span, call, stored, self._seed_of(number), of_tile)
+            tile = AttentionTile(span, call, stored, self._seed_of(number), of_tile, len(carry))
             self._tiles.append(tile)
-            self._keep_inputs(call, [x])
+            self._keep_inputs(call, [x, *carry])
             mode = RecordPre(call, len(of_tile.pre)) if of_tile.records_pre else None
-            reached, _, wholes = self._to_attention(tile, x, mode or nullcontext())
+            reached, _, wholes, left = self._to_attention(tile, x, carry, mode or nullcontext())
             tile.followed = mode is None or mode.followed
             gathered.add(span, reached, wholes)
         return gathered
@@ -154,8 +163,9 @@ class TiledCall(CallInTiles):
     def _post(self, hidden: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
         self._remat.part_begins("tails")
         output: torch.Tensor | None = None
+        left: list[torch.Tensor] = []
         for tile in self._tiles:
-            of_tile = self._tile_post(tile, hidden, result)
+            of_tile, left = self._tile_post(tile, hidden, result, self._leaves(left if tile.span.tokens.start else []))
             if output is None:
                 output = new_whole(of_tile, self._arguments.batch, self._arguments.length, 1)
             part(output, tile.span, 1).copy_(of_tile)
@@ -166,11 +176,21 @@ class TiledCall(CallInTiles):
         assert output is not None
         return output
 
-    def _tile_post(self, tile: AttentionTile, hidden: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+    def _tile_post(
+        self, tile: AttentionTile, hidden: torch.Tensor, result: torch.Tensor, carry: list[torch.Tensor]
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Run a tile behind attention. Return its output, and what it leaves for the next.
+
+        Args:
+            carry: also for what lies before attention, as far as what follows needs that.
+        """
         x = self._hidden_of(hidden, tile.span)
         own = part(result, tile.span, self._shapes.result.dim).detach()
         if self._keeps_result:
-            self._engine.keep(tile.call.frame, tile.call.recipe.inputs[1], own)
+            self._engine.keep(tile.call.frame, tile.call.recipe.inputs[-1], own)
+        if self._trains:
+            for kept, tensor in list(zip(self._kept_carry(tile), carry, strict=True))[tile.carried :]:
+                self._engine.keep(tile.call.frame, kept, tensor)
         own.requires_grad_(self._trains)
         if tile.followed:
             mode = RecordPost(tile.call, tile.recipe.needed_behind, tile.recipe.records_post)
@@ -180,10 +200,12 @@ class TiledCall(CallInTiles):
                 return own
 
             try:
-                return self._with_attention(tile, x, mode, supply)[0].detach()
+                output, _, left = self._with_attention(tile, x, carry, mode, supply)
+                return output.detach(), left
             except LeftRecipe:
                 tile.followed = False
-        return self._with_attention(tile, x, nullcontext(), lambda reached, wholes: own)[0].detach()
+        output, _, left = self._with_attention(tile, x, carry, nullcontext(), lambda reached, wholes: own)
+        return output.detach(), left
 
     # ---- backward
 
@@ -223,13 +245,14 @@ class TiledCall(CallInTiles):
     def _pre_again(self, gathered: Gathered) -> None:
         """Run every tile up to attention once more: fill `gathered`."""
         for tile in self._tiles:
-            tile.call.frame.first_only = reads_hidden_only(tile.again_to_attention)
+            tile.call.frame.first_only = reads_hidden_only(tile, tile.again_to_attention)
         below = [self._attention.frame or self._last_frame, *(tile.call.frame for tile in self._tiles)]
         for number, tile in reversed(list(enumerate(self._tiles))):
             self._engine.bring_back(tile.call.frame, then=below[number], again=True)
             tile.call.frame.first_only = False
             with torch.enable_grad(), dropping():
-                reached, _, wholes = self._to_attention(tile, tile.hidden(), Replay(tile.again_to_attention))
+                replay = Replay(tile.again_to_attention)
+                reached, _, wholes, _ = self._to_attention(tile, tile.hidden(), self._carry(tile, tile.carried), replay)
             gathered.add(tile.span, reached, wholes)
 
     def _post_backward(
@@ -248,29 +271,41 @@ class TiledCall(CallInTiles):
         """
         dim = self._shapes.result.dim
         below = [self._attention.frame or self._last_frame, *(tile.call.frame for tile in self._tiles)]
+        d_left: Gradients = []
         for number, tile in reversed(list(enumerate(self._tiles))):
             self._engine.bring_back(tile.call.frame, then=below[number], again=True)
             own = part(result, tile.span, dim)
             if self._keeps_result:
-                kept = tile.call.frame.tensor(tile.call.recipe.inputs[1]).detach()
+                kept = tile.call.frame.tensor(tile.call.recipe.inputs[-1]).detach()
                 if storage_of(kept) != storage_of(result):
                     own.copy_(kept)
                 own = kept
                 del kept
             own = own.detach().requires_grad_()
-            d_x, d_own, *d_others = self._tile_post_backward(sums, tile, gathered, own, part(gradient, tile.span, 1))
-            tile.call.frame.first_only = reads_hidden_only(tile.up_to_attention)
+            d_output = part(gradient, tile.span, 1)
+            d_x, d_own, d_left, d_others = self._tile_post_backward(sums, tile, gathered, own, d_output, d_left)
+            tile.call.frame.first_only = reads_hidden_only(tile, tile.up_to_attention)
             fill(part(d_result, tile.span, dim), d_own)
             fill(part(d_hidden, tile.span, 1), d_x)
             self._arguments.add(d_inputs, tile.span, d_others)
             del own, d_own, d_x, d_others  # before the next tile is reloaded and runs again
 
     def _tile_post_backward(
-        self, sums: GradientSums, tile: AttentionTile, gathered: Gathered, own: torch.Tensor, d_output: torch.Tensor
-    ) -> tuple[torch.Tensor | None, ...]:
-        """Return the gradients of a tile's hidden states, of attention's output `own`, and of other inputs, by what follows
-        attention."""
-        x, recipe = tile.hidden(), tile.recipe
+        self,
+        sums: GradientSums,
+        tile: AttentionTile,
+        gathered: Gathered,
+        own: torch.Tensor,
+        d_output: torch.Tensor,
+        d_left: Gradients,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, Gradients, Gradients]:
+        """Return the gradients of a tile's hidden states, of attention's output `own`, of its carry, and of other inputs, by
+        what follows attention.
+
+        Args:
+            d_left: the gradients of what it left, by what follows attention in later tiles.
+        """
+        x, carry, recipe = tile.hidden(), self._carry(tile), tile.recipe
         mode = Replay(tile.call if self._keeps_result else tile.behind_attention)
         if tile.followed and self._keeps_result and recipe.pre_flops is not None:
             mode = ReplayPost(tile.call, len(recipe.pre), recipe.pre_flops)
@@ -283,49 +318,78 @@ class TiledCall(CallInTiles):
             return own
 
         with torch.enable_grad():
-            output, inputs = self._with_attention(tile, x, mode, supply)
-        return sums.backward([output], [d_output], [x, own, *inputs])
+            output, inputs, left = self._with_attention(tile, x, carry, mode, supply)
+        d_x, d_own, *rest = sums.backward(*with_left([output], [d_output], left, d_left), [x, own, *carry, *inputs])
+        return d_x, d_own, rest[: len(carry)], rest[len(carry) :]
 
     def _pre_backward(self, sums: GradientSums, gathered: Gathered, d_hidden: torch.Tensor, d_inputs: list[torch.Tensor]) -> None:
         """Run the backward of what comes before attention: add to `d_hidden` and `d_inputs`."""
+        d_left: Gradients = []
         for tile in reversed(self._tiles):
             self._engine.bring_back(tile.call.frame)
             tile.call.frame.first_only = False
-            d_x, *d_others = self._tile_pre_backward(sums, tile, gathered)
+            d_x, d_left, d_others = self._tile_pre_backward(sums, tile, gathered, d_left)
             if d_x is not None:
                 part(d_hidden, tile.span, 1).add_(d_x)
             self._arguments.add(d_inputs, tile.span, d_others)
             del d_x, d_others
 
-    def _tile_pre_backward(self, sums: GradientSums, tile: AttentionTile, gathered: Gathered) -> tuple[torch.Tensor | None, ...]:
-        """Return the gradients of a tile's hidden states and of other inputs, by what comes before attention."""
-        x, shapes = tile.hidden(), self._shapes
+    def _tile_pre_backward(
+        self, sums: GradientSums, tile: AttentionTile, gathered: Gathered, d_left: Gradients
+    ) -> tuple[torch.Tensor | None, Gradients, Gradients]:
+        """Return the gradients of a tile's hidden states, of its carry, and of other inputs, by attention's arguments.
+
+        Args:
+            d_left: the gradients of what it left, by attention's arguments of later tiles.
+        """
+        x, carry, shapes = tile.hidden(), self._carry(tile, tile.carried), self._shapes
         with torch.enable_grad():
-            reached, inputs, _ = self._to_attention(tile, x, Replay(tile.up_to_attention))
+            reached, inputs, _, left = self._to_attention(tile, x, carry, Replay(tile.up_to_attention))
         indices = [index for index in shapes.differentiable if shapes.arguments[index] is not None]
         gradients = [part(gathered.leaves[index], tile.span, shapes.arguments[index]) for index in indices]
         outputs = [reached.leaves[index] for index in indices]
-        return sums.backward(outputs, gradients, [x, *inputs])
+        d_x, *rest = sums.backward(*with_left(outputs, gradients, left, d_left), [x, *carry, *inputs])
+        return d_x, rest[: len(carry)], rest[len(carry) :]
 
     # ---- runs of a tile
 
-    def _to_attention(self, tile: AttentionTile, x: torch.Tensor, mode: Any) -> tuple[AttentionCall, list[torch.Tensor], Any]:
-        """Run a tile up to attention. Return the call, the tile's inputs besides `x`, and what arguments were cut from."""
+    def _kept_carry(self, tile: AttentionTile) -> list[Any]:
+        inputs = tile.call.recipe.inputs[1:]
+        return inputs[:-1] if self._keeps_result else inputs
+
+    def _carry(self, tile: AttentionTile, tensors: int | None = None) -> list[torch.Tensor]:
+        """Return what the tile before left, or the first tensors of it, from this one's frame."""
+        return self._leaves([tile.call.frame.tensor(kept) for kept in self._kept_carry(tile)[:tensors]])
+
+    def _going_on(self, tile: AttentionTile, carry: list[torch.Tensor]) -> AbstractContextManager[Carry]:
+        return carrying(carry if tile.span.tokens.start else None)
+
+    def _to_attention(
+        self, tile: AttentionTile, x: torch.Tensor, carry: list[torch.Tensor], mode: Any
+    ) -> tuple[AttentionCall, list[torch.Tensor], Any, list[torch.Tensor]]:
+        """Run a tile up to attention. Return the call, the tile's inputs besides `x` and `carry`, what arguments were cut from,
+        and what it leaves for the next tile."""
         args, kwargs, wholes = self._arguments.tile(x, tile.span)
-        with self._seeded(tile.seed), mode:
+        with self._seeded(tile.seed), mode, self._going_on(tile, carry) as after:
             reached = run_to_attention(self._forward, args, kwargs, self._shapes.sdpa)
-        return reached, self._arguments.inputs(args, kwargs), wholes
+        return reached, self._arguments.inputs(args, kwargs), wholes, after.left
 
     def _with_attention(
-        self, tile: AttentionTile, x: torch.Tensor, mode: Any, supply: Callable[[AttentionCall, Any], torch.Tensor]
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Run a whole tile with ``supply(call, wholes)`` as attention's result. Return its output, and its inputs besides `x`."""
+        self,
+        tile: AttentionTile,
+        x: torch.Tensor,
+        carry: list[torch.Tensor],
+        mode: Any,
+        supply: Callable[[AttentionCall, Any], torch.Tensor],
+    ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
+        """Run a whole tile with ``supply(call, wholes)`` as attention's result. Return its output, its inputs besides `x` and
+        `carry`, and what it leaves for the next tile."""
         args, kwargs, wholes = self._arguments.tile(x, tile.span)
         shapes = self._shapes
 
         def attend(reached: AttentionCall) -> Any:
             return shapes.result.of(supply(reached, wholes))
 
-        with self._seeded(tile.seed), mode:
+        with self._seeded(tile.seed), mode, self._going_on(tile, carry) as after:
             returned = run_with_attention(self._forward, args, kwargs, attend, shapes.sdpa)
-        return shapes.output.tensor(returned), self._arguments.inputs(args, kwargs)
+        return shapes.output.tensor(returned), self._arguments.inputs(args, kwargs), after.left

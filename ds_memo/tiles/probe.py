@@ -2,8 +2,8 @@
 
 A few tokens run as two tiles and a shorter third, and once whole. Outputs and gradients must agree, token by token: what mixes
 tokens outside of attention (a convolution, a token shift, a recurrence) differs where tiles meet. Where a layer calls no
-attention, caught convolutions and scans go on from tile to tile. Tiles choose experts as the whole did, if the scores of both
-choices are next to equal.
+attention, caught convolutions and scans go on from tile to tile; ranks that share the sequence take both runs in the order of
+tiles. Tiles choose experts as the whole did, if the scores of both choices are next to equal.
 
 Hidden states are drawn from a seed, alike on all ranks. Ranks that share GEMMs run the check together: what depends on values or
 time is refused at the end, after all collectives.
@@ -14,10 +14,12 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from types import FrameType
 from typing import Any
 
 import torch
@@ -26,14 +28,17 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from ds_memo.distributed.agree import world_size
-from ds_memo.distributed.topology import gathers_by_module, ranks_per_sequence
+from ds_memo.distributed.topology import gathers_by_module
 from ds_memo.errors import MemoError
 from ds_memo.remat.layer_state import LayerState, unchanged
+from ds_memo.remat.op_policy import materialises_scores
 from ds_memo.remat.random_states import KeepsGiven, forked, named_states, own_states
 from ds_memo.remat.tensors import storage_of, tensor_leaves
 from ds_memo.remat.undo import Undoing
 from ds_memo.sequence.catch_mixers import calls_mixers, carrying
-from ds_memo.sequence.mixers import WHOLE
+from ds_memo.sequence.mixers import WHOLE, fitting
+from ds_memo.sequence.parts import parts_of, running_on
+from ds_memo.sequence.striped import Striped
 from ds_memo.spans import Span
 from ds_memo.tiles.around import aliased, autocast_now, dropping
 from ds_memo.tiles.attention_call import AttentionCall, CannotTile, Gathered, NoAttention, run_to_attention, run_with_attention
@@ -51,6 +56,7 @@ _LET_GO_S = 1.0
 """Time for gloo's thread to let go of the tensors of a collective (AutoTP). The caller goes on a few ms before that."""
 BY_MODULE = "ZeRO-3 gathers its parameters module by module. Let ds_memo.initialize make the engine"
 """Why a layer runs whole that was attached without its engine."""
+MATRIX = "its attention makes a matrix of tokens × tokens"
 _SCALE = 0.1
 """Standard deviation of the hidden states. Much larger ones would hide what a layer adds to them."""
 _NEAR = 4
@@ -96,6 +102,8 @@ class Returned:
         joined = len(tensors) == 1 and tensors[0].dim() == 3 and len(self.shape) == 4 and self.dim == 1
         if joined and tensors[0].shape[2] % self.shape[3] == 0:  # there may be fewer heads
             return tensors[0].unflatten(2, (-1, self.shape[3]))
+        if any(tensor.dim() == 4 and tensor.shape[2] == tensor.shape[3] for tensor in tensors[1:]):
+            raise CannotTile(MATRIX)
         if len(tensors) != 1 or tensors[0].dim() != len(self.shape):
             raise CannotTile(f"attention returns tensors of the shapes {[tuple(tensor.shape) for tensor in tensors]}")
         return tensors[0]
@@ -114,6 +122,8 @@ class Shapes:
     """True if the layer draws random numbers."""
     arrivals: tuple[int, ...] = field(default=(), kw_only=True)
     """Indices of the layer's parameters in the order in which a backward of the whole layer comes to their gradients."""
+    mixes: bool = field(default=False, kw_only=True)
+    """True if it has functions that carry something from tile to tile."""
 
 
 @dataclass(frozen=True)
@@ -140,12 +150,10 @@ def probe(module: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: d
     Raises:
         CannotTile: with the reason.
     """
+    mixes = calls_mixers(module)
     try:
-        return _probe(module, forward, args, kwargs, chained=False)
+        return _probe(module, forward, args, kwargs, mixes, chained=False)
     except NoAttention as reason:
-        mixes = calls_mixers(module)
-        if mixes and ranks_per_sequence() > 1:
-            raise CannotTile("its ranks share a sequence, and a convolution or scan goes from tile to tile on one rank") from None
         if named := sorted({type(part_of_it).__name__ for part_of_it in module.modules()} & WHOLE):
             raise CannotTile(f"its {named[0]} mixes tokens in code of its own") from None
         if hidden_states(args, kwargs).is_meta and not (mixes or _is_mlp(module)):  # no values would show that it mixes tokens
@@ -153,7 +161,7 @@ def probe(module: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: d
         if others := Arguments(args, kwargs).others:
             raise CannotTile(f"it gets a {others[0]}, which each tile would change. Set use_cache=False") from None
         try:
-            return _probe(module, forward, args, kwargs, chained=True)
+            return _probe(module, forward, args, kwargs, mixes, chained=True)
         except CannotTile as why:
             raise (why if mixes else reason) from None
 
@@ -164,10 +172,13 @@ def _is_mlp(layer: nn.Module) -> bool:
     return all("Norm" in name or name.endswith(("MLP", "MoE")) for name in names)
 
 
-def _probe(module: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any], chained: bool) -> Shapes:
+def _probe(
+    module: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any], mixes: bool, chained: bool
+) -> Shapes:
     """Check a layer class on some tokens, with the arguments of a call's first ones.
 
     Args:
+        mixes: True if it calls convolutions or scans that are caught.
         chained: True if it calls no attention.
     """
     hidden = hidden_states(args, kwargs)
@@ -187,13 +198,19 @@ def _probe(module: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: 
     arrived: list[int] = []
     forward = _saying_why(forward)
     reasons: list[CannotTile] = []
-    with forked(x.device), unchanged(module), aliased(module, [*trained.values()]) as parameters, torch.enable_grad():
+    parts = parts_of(module) if mixes else None
+    striped = None if parts is None else Striped(fitting(parts, length, type(module).__name__), tokens, rows)
+    ordered = running_on(module, striped)
+    with ordered, forked(x.device), unchanged(module), aliased(module, [*trained.values()]) as parameters, torch.enable_grad():
         leaves = [x, *own.differentiable(), *parameters]
         runs = _run_chained if chained else _run
         run = functools.partial(runs, forward, own_args, own_kwargs)
         before = own_states(x.device)
         with _Watch() as watch:
-            run()
+            try:
+                run()
+            except NoAttention as reason:
+                raise (NoAttention(_own_attention(watch.attends)) if watch.attends is not None else reason) from None
         draws = own_states(x.device) != before
         if watch.given:
             raise CannotTile("it draws random numbers from a generator of its own, which tiles would draw anew")
@@ -201,7 +218,7 @@ def _probe(module: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: 
         with _at_the_end(reasons):
             _refuse_hidden_draws(run, x.device)
         with _at_the_end(reasons):
-            _refuse_escapes(run)
+            _refuse_escapes(functools.partial(_as_a_first_tile, run))
         if draws:
             _refuse_draws_of_sequences(functools.partial(runs, forward), own, x, spans)
         with _evaluating(module) if draws else nullcontext():  # a tile draws other numbers than the whole
@@ -211,10 +228,15 @@ def _probe(module: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: 
                 expected = run()
             shapes: Shapes
             if chained:
-                shapes, found = _in_chain(forward, own, x, spans, draws, choices)
+                shapes, found = _in_chain(forward, own, x, spans, draws, mixes, striped, choices)
+                if striped is not None:
+                    with _at_the_end(reasons):
+                        _refuse_order(shapes.output, expected, forward, own, x)
                 gathered: list[Any] = []
             else:
-                shapes, gathered, found = _in_tiles(forward, own, x, spans, parameters, draws, choices)
+                if striped is not None:
+                    raise CannotTile("it has attention and mixers, and its ranks share a sequence")
+                shapes, gathered, found = _in_tiles(forward, own, x, spans, parameters, draws, mixes, choices)
             if x.is_meta:  # no values to compare: only an estimate runs there
                 return shapes
             with _at_the_end(reasons):
@@ -258,6 +280,11 @@ def _run(forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> An
 
 def _run_chained(forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
     return forward(*args, **kwargs)
+
+
+def _as_a_first_tile(run: Callable[[], Any]) -> None:
+    with carrying(None):
+        run()
 
 
 def _saying_why(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -358,6 +385,7 @@ def _in_tiles(
     spans: Sequence[Span],
     parameters: Sequence[torch.Tensor],
     draws: bool,
+    mixes: bool,
     choices: Choices,
 ) -> tuple[AttentionShapes, list[Any], torch.Tensor]:
     """Run the tokens of `x` (b, s, h) in tiles, by ordinary autograd. Return where tokens lie, what attention gets, and the
@@ -369,10 +397,7 @@ def _in_tiles(
     """
     tiles = [arguments.tile(part(x, span, 1), span) for span in spans]
     lengths = spans[0].size[1], spans[-1].size[1]
-    calls = []
-    for tile, span in zip(tiles, spans, strict=True):
-        with choices.of_whole(span):
-            calls.append(run_to_attention(forward, *tile[:2]))
+    calls = _one_after_another(functools.partial(run_to_attention, forward), tiles, spans, None, choices)
     first, last = calls[0], calls[-1]
     dims = _dims("attention gets", first.leaves, last.leaves, lengths)
     differentiable = tuple(i for i, leaf in enumerate(first.leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad)
@@ -382,27 +407,54 @@ def _in_tiles(
     gathered = Gathered(dims, *x.shape[:2])
     for call, span, (*_, wholes) in zip(calls, spans, tiles, strict=True):
         gathered.add(span, call, wholes)
-    outputs = []
-    for tile, span in zip(tiles, spans, strict=True):
-        with choices.of_whole(span):
-            outputs.append(_run(forward, *tile[:2]))
+    outputs = _one_after_another(functools.partial(_run, forward), tiles, spans, None, choices)
     output, found = _joined(outputs, x, spans)
-    return AttentionShapes(output, draws, tuple(dims), differentiable, result, first.is_sdpa), gathered.leaves, found
+    shapes = AttentionShapes(output, draws, tuple(dims), differentiable, result, first.is_sdpa, mixes=mixes)
+    return shapes, gathered.leaves, found
 
 
 def _in_chain(
-    forward: Callable[..., Any], arguments: Arguments, x: torch.Tensor, spans: Sequence[Span], draws: bool, choices: Choices
+    forward: Callable[..., Any],
+    arguments: Arguments,
+    x: torch.Tensor,
+    spans: Sequence[Span],
+    draws: bool,
+    mixes: bool,
+    striped: Striped | None,
+    choices: Choices,
 ) -> tuple[Shapes, torch.Tensor]:
     """Do the same with a layer without attention: each tile goes on where the one before ended."""
-    outputs: list[Any] = []
-    left = None
-    for span in spans:
-        args, kwargs, _ = arguments.tile(part(x, span, 1), span)
-        with choices.of_whole(span), carrying(left if span.tokens.start else None) as carry:
-            outputs.append(forward(*args, **kwargs))
-        left = carry.left
+    tiles = [arguments.tile(part(x, span, 1), span) for span in spans]
+    outputs = _one_after_another(lambda args, kwargs: forward(*args, **kwargs), tiles, spans, striped, choices)
     output, found = _joined(outputs, x, spans)
-    return Shapes(output, draws), found
+    return Shapes(output, draws, mixes=mixes), found
+
+
+def _one_after_another(
+    run: Callable[..., Any], tiles: Sequence[tuple], spans: Sequence[Span], striped: Striped | None, choices: Choices
+) -> list[Any]:
+    """Run each tile from where the one before ended.
+
+    Args:
+        tiles: their arguments.
+    """
+    results: list[Any] = []
+    left: list[torch.Tensor] = []
+    for (args, kwargs, _), span in zip(tiles, spans, strict=True):
+        stretch = None if striped is None else striped.stretch(span)
+        with choices.of_whole(span), carrying(left if span.tokens.start else None, stretch) as carry:
+            results.append(run(args, kwargs))
+        left = carry.left
+    return results
+
+
+def _refuse_order(output: Returned, expected: Any, forward: Callable[..., Any], arguments: Arguments, x: torch.Tensor) -> None:
+    """Refuse a layer that reads what else it gets of each token: ranks that share a sequence move hidden states alone."""
+    args, kwargs = arguments.disordered(x)
+    with torch.no_grad():
+        other = output.tensor(forward(*args, **kwargs))
+    if not x.is_meta and not torch.allclose(other, output.tensor(expected), _tolerance(x), _tolerance(x), equal_nan=True):
+        raise CannotTile("it reads more than hidden states of its tokens, which ranks that share a sequence put in another order")
 
 
 def _joined(outputs: Sequence[Any], x: torch.Tensor, spans: Sequence[Span]) -> tuple[Returned, torch.Tensor]:
@@ -517,14 +569,38 @@ class _Watch(KeepsGiven):
         self.drawn: list[tuple[int, ...]] = []
         """Shapes of tensors of random numbers."""
         self.made: list[StorageWeakRef] = []
+        self.attends: nn.Module | None = None
+        """Module whose code takes a softmax over scores."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         out = super().__torch_dispatch__(func, types, args, kwargs)
         tensors, given = tensor_leaves(out), {storage_of(tensor) for tensor in tensor_leaves((args, kwargs))}
         if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
             self.drawn += [tuple(tensor.shape) for tensor in tensors]
+        if self.attends is None and materialises_scores(func, args[0] if args else None):
+            self.attends = _caller()
         self.made += [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors if storage_of(tensor) not in {0, *given}]
         return out
+
+
+def _caller() -> nn.Module | None:
+    """Return the innermost module with parameters whose code is running."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, nn.Module) and any(True for _ in caller.parameters()):
+            return caller
+        frame = frame.f_back
+    return None
+
+
+def _own_attention(attends: nn.Module) -> str:
+    """Name the module of a layer that attends without a function which could be caught."""
+    name, file = type(attends).__name__, sys.modules[type(attends).__module__]
+    if hasattr(file, "ALL_ATTENTION_FUNCTIONS"):
+        how = getattr(getattr(attends, "config", None), "_attn_implementation", None)
+        return f'its {name} makes a matrix of tokens × tokens: attn_implementation is "{how}"'
+    return f"its {name} multiplies queries by keys in code of its own"
 
 
 def _refuse_escapes(run: Callable[[], Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from ds_memo.remat.layer_state import tensors_of, unchanged
 from ds_memo.remat.random_states import forked
 from ds_memo.remat.recipe import Gemm, Observed, Recipe, SavedOp, make_recipe
 from ds_memo.remat.tensors import tensor_leaves
+from ds_memo.sequence.catch_mixers import carrying
 from ds_memo.spans import Span
 from ds_memo.tiles.around import dropping
 from ds_memo.tiles.attention_call import AttentionCall, run_to_attention, run_with_attention
@@ -136,6 +138,8 @@ class TiledLayer:
         self.shapes: Any = shapes
         self._agree = agree
         self._ran = False
+        self.striped = False
+        """True if ranks that share a sequence have put its tokens in the order of tiles."""
         self.recipes: dict[Any, Any] = {}
         self.attention_recipes: dict[Any, AttentionRecipe] = {}
         self.alphas: dict[Any, float] = {}
@@ -175,6 +179,7 @@ def analyse(
     module: nn.Module,
     forward: Callable[..., Any],
     arguments: tuple[tuple, dict[str, Any]],
+    before: tuple[tuple, dict[str, Any]] | None,
     span: Span,
     shapes: AttentionShapes,
 ) -> SizeRecipes:
@@ -183,16 +188,24 @@ def analyse(
     Args:
         call: what the modes need of a call; its frame is not touched.
         arguments: of the tile; its hidden states are a leaf, which needs no gradient if no backward will come.
+        before: those of a first tile, which leaves what this one goes on from; None: this one is its sequence's first.
     """
     args, kwargs = arguments
     x = hidden_states(args, kwargs)
     with forked(call.engine.device), unchanged(module), dropping():
-        givens = [*tensors_of(module), *tensor_leaves(arguments)]
-        dtype = shapes.result.tensor(run_to_attention(forward, args, kwargs).stand_in()).dtype
+        carry: list[torch.Tensor] = []
+        if before is not None:
+            with carrying(None) as first:
+                run_with_attention(forward, *before, AttentionCall.stand_in)
+            carry = [tensor.detach().requires_grad_(x.requires_grad) for tensor in first.left]
+        going_on = functools.partial(carrying, None if before is None else carry)
+        givens = [*tensors_of(module), *tensor_leaves(arguments), *carry]
+        with going_on():
+            dtype = shapes.result.tensor(run_to_attention(forward, args, kwargs).stand_in()).dtype
         result = shapes.result.new(*span.size, dtype, call.engine.device).normal_()
         result.requires_grad_(x.requires_grad)
         whole, part = Observed(), Observed()
-        with AnalyseTile(call, whole, givens) as mode:
+        with AnalyseTile(call, whole, givens) as mode, going_on():
 
             def supply(reached: AttentionCall) -> Any:
                 mode.attention_reached(tensor_leaves(reached.leaves), [result])
@@ -200,7 +213,7 @@ def analyse(
 
             output = shapes.output.tensor(run_with_attention(forward, args, kwargs, supply))
             needed_behind = mode.post_needs(output)
-        with Analyse(call, part, givens):
+        with Analyse(call, part, givens), going_on():
             run_to_attention(forward, args, kwargs)
         part.close_over_inputs(all_rows_kept=False)
         whole.note_hidden_writes()
@@ -209,7 +222,7 @@ def analyse(
 
         wanted, found = whole.wanted, {}
         for with_result, stored in itertools.product((True, False), repeat=2):
-            whole.inputs, whole.wanted = [x, result] if with_result else [x], wanted
+            whole.inputs, whole.wanted = [x, *carry, *([result] if with_result else [])], wanted
             whole.close_over_inputs(all_rows_kept=stored)
             recipe = make_recipe(whole, float(stored))[0]
             found[with_result, stored] = TileRecipe(recipe, to_attention, needed_behind, mode.pre_writes, mode.post_writes)

@@ -170,6 +170,18 @@ class Arguments:
         leaves = [cut(*pair) for pair in zip(self._leaves, self._places, strict=True)]
         return self._with_hidden(hidden, *tree_unflatten(leaves, self._spec))
 
+    def disordered(self, hidden: torch.Tensor) -> tuple[tuple, dict[str, Any]]:
+        """Return the call's arguments with other values for each token, but for the hidden states."""
+
+        def other(leaf: Any, place: Place | None) -> Any:
+            if place is None:
+                return leaf
+            turned = leaf.flip(place.tokens)
+            return ~turned if leaf.dtype == torch.bool else turned + 1
+
+        leaves = [other(*pair) for pair in zip(self._leaves, self._places, strict=True)]
+        return self._with_hidden(hidden, *tree_unflatten(leaves, self._spec))
+
     def _with_hidden(self, hidden: torch.Tensor, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         return ((hidden, *args), dict(kwargs)) if self._hidden_first else (args, {"hidden_states": hidden, **kwargs})
 

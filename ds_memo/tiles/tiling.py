@@ -24,6 +24,7 @@ from ds_memo.remat.checkpoint import CannotTile, Layer, Remat
 from ds_memo.remat.modes import running_tiles
 from ds_memo.remat.random_states import own_states, set_states
 from ds_memo.remat.undo import Undoing
+from ds_memo.sequence.parts import PARTS
 from ds_memo.spans import number_of_spans, spans
 from ds_memo.tiles.chain import ChainedCall
 from ds_memo.tiles.layer import TiledCall
@@ -53,8 +54,9 @@ class Tiling:
         if self._latest is None:
             return None
         tiled = {found.layer.index for found in self._tiled_layers()}
+        striped = {found.layer.index for found in self._tiled_layers() if found.striped}
         refusals = dict(self._refusals)
-        return {**self._latest._asdict(), "layers": sorted(tiled), "not_tiled": refusals}
+        return {**self._latest._asdict(), "layers": sorted(tiled), "striped": sorted(striped), "not_tiled": refusals}
 
     @property
     def result_differs(self) -> bool:
@@ -117,6 +119,7 @@ class Tiling:
         before = layer.state.before()  # type: ignore[union-attr]
 
         def in_tiles(*args: Any, **kwargs: Any) -> Any:
+            kwargs = without_padding(call.module, kwargs)
             hidden = hidden_states(args, kwargs)
             cut = spans(hidden.shape[0], hidden.shape[1], tiles.tokens)
             kind = TiledCall if isinstance(tiled.shapes, AttentionShapes) else ChainedCall
@@ -214,6 +217,13 @@ class Verdicts:
             ) from absent
 
 
+def without_padding(module: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Leave out a mask of padding where ranks share a sequence. Padding is a document there, and not every rank has any."""
+    mask = kwargs.get("attention_mask")
+    is_padding = isinstance(mask, torch.Tensor) and mask.dim() == 2
+    return kwargs | {"attention_mask": None} if is_padding and vars(module).get(PARTS) is not None else kwargs
+
+
 def _is_one_tile(hidden: Any, tile_tokens: int) -> bool:
     """Return True for hidden states that are no longer than a tile, or too short to be cut."""
     if not isinstance(hidden, torch.Tensor) or hidden.dim() != 3:
@@ -237,7 +247,7 @@ class LayerCall:
         self._fn, self._args, self._kwargs = fn, args, kwargs
         called = functools.partial(fn, *args, **kwargs)  # partials of partials are one
         function: Any = called.func
-        self.args, self.kwargs = called.args, called.keywords
+        self.args, self.kwargs = called.args, called.keywords if module is None else without_padding(module, called.keywords)
         self.module: nn.Module | None = module
         """None: it is no method of the layer."""
         self.forward: Callable[..., Any] = function

@@ -235,12 +235,24 @@ def test_no_rival_trains_longer_in_the_same_memory(workload: str, host_gib: int,
     assert ours > max(theirs) if host_gib == 2 else ours >= max(theirs)
 
 
-@pytest.mark.parametrize("device_gib, host_gib, tokens", [(16, 64, 106_496), rarely(24, 115, 188_416)])
-def test_how_far_alst_gets(device_gib: int, host_gib: int, tokens: int, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "rival, device_gib, host_gib, tokens",
+    [("alst", 16, 64, 106_496), rarely("alst", 24, 115, 188_416), rarely("upipe", 16, 64, 155_648)],
+)
+def test_how_far_a_rival_gets(rival: str, device_gib: int, host_gib: int, tokens: int, capfd: pytest.CaptureFixture[str]) -> None:
     """The length that ds_memo is measured against (docs/benchmarks.md), to the token."""
-    asked = ["capacity", "llama8b", "--device-gib", str(device_gib), "--host-gib", str(host_gib), "--rivals", "alst"]
-    assert emulator.main(asked) == 0
-    assert capfd.readouterr().out.splitlines()[-1].split() == ["alst", f"{tokens:,}", "tokens"]
+    asked = ["--device-gib", str(device_gib), "--host-gib", str(host_gib), "--rivals", rival]
+    found = ran(capfd, "capacity", "llama8b", *asked)
+    assert found["emulated"] and found["rivals"][rival]["longest"] == tokens
+
+
+@pytest.mark.parametrize("name", ["async_offload", rarely("trl"), rarely("upipe")])
+def test_nothing_waits_for_the_copies_of_layer_inputs(name: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """A step takes as long with a link that is a tenth slower. `hf_offload` copies on the compute stream, and takes longer."""
+    took = {rival: ran(capfd, "step", "gpt7b", "16384", "--rival", rival, "--slow-link", "0.9") for rival in (name, "hf_offload")}
+    fast, slow = ({rival: rows[at]["ms"] for rival, rows in took.items()} for at in (6, -1))
+    assert slow[name] == pytest.approx(fast[name], rel=1e-3)
+    assert slow["hf_offload"] > 1.005 * fast["hf_offload"]
 
 
 @pytest.fixture

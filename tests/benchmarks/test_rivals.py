@@ -5,11 +5,13 @@ import dataclasses
 import pytest
 import torch
 from deepspeed.runtime.sequence_parallel import ulysses_sp
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks import paper_memo, workloads
+from benchmarks import head_groups, input_offload, paper_memo, workloads
 from benchmarks.noise import distance
 from benchmarks.rivals import RIVALS, Budget, Installed
 from benchmarks.timing import Trainer
+from ds_memo.remat import op_policy
 from tests.everyday import everyday
 
 CPU = torch.device("cpu")
@@ -119,6 +121,63 @@ def test_a_tile_in_the_wrong_place_shows(stock, monkeypatch):
     back = ulysses_sp.TiledMLP.backward
     monkeypatch.setattr(ulysses_sp.TiledMLP, "backward", staticmethod(lambda ctx, grad: back(ctx, grad.roll(1, 1))))
     with RIVALS["alst"].on(trainer.model, budget(shape)) as installed:
+        _, got = trainer.gradients(installed)
+    assert max(distance(got, want).values()) > 100 * FP32
+
+
+def attention_calls(installed, trainer):
+    with Counted(op_policy.ATTENTION) as counted:
+        trainer.gradients(installed)
+    return counted.calls
+
+
+class Counted(TorchDispatchMode):
+    """Counts the calls of some ops."""
+
+    def __init__(self, ops):
+        super().__init__()
+        self.ops, self.calls = ops, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls += func in self.ops
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("workload, groups", [("gpt7b", 8), ("llama8b", 2), ("ulysses8", 1)])
+def test_upipe_attends_to_each_group_twice(workload, groups, stock):
+    """In the forward and in the checkpoint's recomputation, and not in the groups' own backward."""
+    shape, trainer, _, _ = stock(workload)
+    assert attention_calls(Installed(), trainer) == shape.layers
+    with RIVALS["upipe"].on(trainer.model, budget(shape)) as installed:
+        assert attention_calls(installed, trainer) == 2 * shape.layers * groups
+
+
+def test_a_group_with_anothers_result_shows(stock, monkeypatch):
+    """The negative control: each group's backward starts from the log-sum-exp of the first."""
+    shape, trainer, _, want = stock("llama8b")
+    made, kernel = [], head_groups._Kernel
+
+    def recorded(outputs=None):
+        if outputs is not None:
+            made.append(outputs)
+            outputs = (outputs[0], *made[0][1:])
+        return kernel(outputs)
+
+    monkeypatch.setattr(head_groups, "_Kernel", recorded)
+    with RIVALS["upipe"].on(trainer.model, budget(shape)) as installed:
+        _, got = trainer.gradients(installed)
+    assert max(distance(got, want).values()) > 100 * FP32
+
+
+@pytest.mark.parametrize("name", ["async_offload", "alst, async", "upipe", "trl"])
+def test_an_input_that_comes_back_wrong_shows(name, stock, monkeypatch):
+    """The negative control: what comes back has another sign."""
+    shape, trainer, _, want = stock("llama8b")
+    load = input_offload.Inputs._load
+    monkeypatch.setattr(
+        input_offload.Inputs, "_load", lambda inputs, number: load(inputs, number) or inputs._on_device[number].tensor.neg_()
+    )
+    with RIVALS[name].on(trainer.model, budget(shape)) as installed:
         _, got = trainer.gradients(installed)
     assert max(distance(got, want).values()) > 100 * FP32
 

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import ds_memo
+from ds_memo.remat import checkpoint, diagnostics
 from ds_memo.remat.recipe import Observed
 from ds_memo.remat.replay import Replay
 from tests.attention_kernels import cuda_kernels, packed_by
@@ -209,6 +211,22 @@ def test_gradients_in_tiles(name: str, kernel: str, alpha: float, groups: int) -
         tiled.assert_was_tiled(report)
         backwards, per_layer = sum(op.endswith("_backward") for op in ran), 1 + (1 if kernel == "efficient" else groups)
         assert backwards == 2 * tiled.LAYERS * per_layer, "stock's and ours, in two steps"
+
+
+@pytest.mark.parametrize("elements, kernel", [(1 << 9, "flash"), (1 << 20, "cudnn")])
+def test_cudnn_gets_no_more_than_it_can(monkeypatch: pytest.MonkeyPatch, elements: int, kernel: str) -> None:
+    for module in (checkpoint, diagnostics):
+        monkeypatch.setattr(module, "CUDNN_ELEMENTS", elements)
+    with cuda_kernels("cudnn") as ran:
+        model = tiled.toy()
+        with tiled.attached(model, quiet=True) as handle:
+            drive(model, 0)
+            assert {op for op in ran if op.endswith("_backward")} == {f"_scaled_dot_product_{kernel}_attention_backward"}
+            assert sum("so it runs by another kernel" in said for said in handle.report()["warnings"]) == (kernel == "flash")
+        handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 0})
+        drive(model, 0)
+        assert sum('Set memo.attention to "flash"' in said for said in handle.report()["warnings"]) == (kernel == "flash")
+        handle.detach()
 
 
 @pytest.mark.slow

@@ -52,7 +52,7 @@ class TestTwoRanks(DistributedTest):
         for name in ("llama", "mistral"):
             assert_exact(name, ulysses, UNEVEN, memo=memo(0.5, tile_tokens=11))
             assert_exact(name, ulysses, UNEVEN_PACKED, memo=memo(0.0, tile_tokens=11))
-        assert_exact("nemotron_h", ulysses, UNEVEN, memo=memo(0.5, tile_tokens=11))  # layers with a scan run whole
+        assert_exact("nemotron_h", ulysses, UNEVEN, memo=memo(0.5, tile_tokens=11))
 
 
 class TestControls(DistributedTest):

@@ -58,9 +58,10 @@ def distances(name: str, ulysses: int, batch: Padded, alpha: float | None = None
     want = batch.outcome(make(name))
     model = make(name)
     sequence.set_up(model, dist.get_world_size(), ulysses=ulysses)
-    handle = None if alpha is None else ds_memo.attach(model, memo(alpha))
+    handle = None if alpha is None else ds_memo.attach(model.train(), memo(alpha))
     found = [batch.in_parts(model).off(want) for _ in range(1 if alpha is None else 3)]
     if handle is not None:
+        assert handle.report()["frames"]
         handle.detach()
     return max(found)
 

@@ -50,9 +50,10 @@ def distances(
     want = of_whole(name, batch)
     model = vision.build(name)
     sequence.set_up(model, dist.get_world_size(), ulysses=ulysses)
-    handle = None if settings is None else ds_memo.attach(model, settings)
+    handle = None if settings is None else ds_memo.attach(model.train(), settings)
     found = [of_parts(model, batch).off(want) for _ in range(1 if settings is None else steps)]
     if handle is not None:
+        assert handle.report()["frames"]
         handle.detach()
     return max(off for off, *_ in found), *max(found, key=lambda off: off[1])[1:]
 

@@ -186,9 +186,10 @@ def distances(
     batch = Batch(lengths, vocabulary=model.config.get_text_config().vocab_size)
     want = batch.apart(model)
     sequence.set_up(model, dist.get_world_size(), ulysses=ulysses)
-    handle = None if memo is None else ds_memo.attach(model, memo)
+    handle = None if memo is None else ds_memo.attach(model.train(), memo)  # in evaluation mode memo has nothing to do
     found = [batch.in_parts(model, parts).off(want) for _ in range(1 if memo is None else steps)]
     if handle is not None:
+        assert handle.report()["frames"]
         handle.detach()
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, (max(found), max(found, key=lambda off: off[1])))

@@ -50,6 +50,6 @@ def check(found: Verdict) -> None:
 
 def test_a_wrong_gradient_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """A backward that leaves out the part of d(hidden) that comes through attention."""
-    put_in(monkeypatch, TiledCall, "_tile_pre_backward", lambda right, *args: (right(*args), None)[1:])
+    put_in(monkeypatch, TiledCall, "_tile_pre_backward", lambda right, *args: (None, *right(*args)[1:]))
     with pytest.raises(AssertionError, match="bar"):
         check(verdict("llama", RUNS[:1]))

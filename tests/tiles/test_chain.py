@@ -1,4 +1,4 @@
-"""Layers without attention in tiles: convolutions and scans go on from tile to tile, and gradients are the whole layer's.
+"""Convolutions and scans in tiles go on from tile to tile, without attention or beside it; gradients are the whole layer's.
 
 Values are float64 where rounding would hide a small fault, or would look like one: a chunk of 64 tokens amplifies it.
 """
@@ -6,6 +6,7 @@ Values are float64 where rounding would hide a small fault, or would look like o
 from __future__ import annotations
 
 import importlib
+import itertools
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -19,8 +20,9 @@ from ds_memo.profile.live import LiveBytes
 from ds_memo.remat.checkpoint import CannotTile
 from ds_memo.sequence.carry import Carry
 from ds_memo.sequence.catch_mixers import calls_mixers, carrying
-from ds_memo.tiles import chain
+from ds_memo.tiles import chain, layer
 from ds_memo.tiles.chain import ChainedCall
+from ds_memo.tiles.layer import TiledCall
 from tests import architectures
 from tests.everyday import everyday
 from tests.faults import put_in
@@ -32,6 +34,8 @@ Patch = pytest.MonkeyPatch
 EXACT = 1e-11
 BATCH = 2, 37
 """Sequences and length. No tile length divides it."""
+DOCUMENTS = 9, 20
+"""First tokens of packed documents."""
 OWN: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "kimi_linear": {"linear_head_dim": 16, "linear_num_heads": 2},
@@ -48,24 +52,52 @@ FAMILIES = (
     "lfm3",
     "kimi_linear",
     "bailing_hybrid",
+    "jamba",
+    "mamba",
+    "falcon_mamba",
 )
+ON_ONE_RANK = ("falcon_h1", "zamba2", "in_a_row", "recurrent_gemma")
+"""Families that run whole where ranks share a sequence: with attention and mixers in a layer, or with a convolution's module."""
+INSIDE = {"zamba2": {3, 7}}
+"""Layers that are a part of others, which call them."""
+
+
+def in_a_row(self: Any, x: torch.Tensor, mamba_attention_mask: Any = None, **kwargs: Any) -> tuple[torch.Tensor]:
+    """Run a layer of Falcon-H1 so that attention reads what a mixer has made, and a mixer what attention has."""
+    x = x + self.mamba(self.input_layernorm(x), attention_mask=mamba_attention_mask)
+    x = x + self.self_attn(self.input_layernorm(x), **kwargs)[0]
+    return (x + self.mamba(self.pre_ff_layernorm(x), attention_mask=mamba_attention_mask),)
 
 
 def build(name: str) -> nn.Module:
     """Return a model whose states live for many tokens: otherwise no test would see whether they arrive."""
-    model = without_random_numbers(architectures.build(name, **OWN.get(name, {})))
+    model = without_random_numbers(architectures.build("falcon_h1" if name == "in_a_row" else name, **OWN.get(name, {})))
+    for part in layers_of(model) if name == "in_a_row" else ():
+        part.__class__ = type("InARow", (type(part),), {"forward": in_a_row})
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")  # the grouped kernel knows no float64
     for parameter_name, parameter in model.named_parameters():
-        if parameter_name.endswith("A_log"):
+        if parameter_name.endswith(("A_log", "recurrent_param")):
             parameter.data.sub_(4)
     return model
 
 
-def check(name: str, tile: int, alpha: float, tolerance: float = EXACT, batch: tuple[int, int] = BATCH, steps: int = 2) -> Any:
+def check(
+    name: str,
+    tile: int,
+    alpha: float,
+    tolerance: float = EXACT,
+    batch: tuple[int, int] = BATCH,
+    steps: int = 2,
+    packed: bool = False,
+) -> Any:
     """Compare steps in tiles with stock's: the first analyses, the second follows the recipes. Return the report."""
     with float64() if tolerance == EXACT else nullcontext():
         model = build(name)
+        if packed:
+            ends = [0, *DOCUMENTS, batch[1]]
+            positions = torch.cat([torch.arange(stop - start) for start, stop in itertools.pairwise(ends)]).expand(batch)
+            model.register_forward_pre_hook(lambda _, args, named: (args, {**named, "position_ids": positions}), with_kwargs=True)
         loss, want = step(model, batch)
         with attached(model, tile=tile, alpha=alpha, quiet=True) as handle:
             for _ in range(steps):
@@ -76,35 +108,45 @@ def check(name: str, tile: int, alpha: float, tolerance: float = EXACT, batch: t
             return handle.report()
 
 
-def assert_was_tiled(report: dict[str, Any]) -> None:
+def assert_was_tiled(report: dict[str, Any], name: str = "") -> None:
     assert report["tiles"]["not_tiled"] == {}
-    assert report["tiles"]["layers"] == list(range(report["layers"]))
+    assert report["tiles"]["layers"] == sorted({*range(report["layers"])} - INSIDE.get(name, set()))
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    "name, tile, alpha, tolerance", [("lfm2", 5, 1.0, EXACT), ("nemotron_h", 16, 0.0, FP32), ("qwen3_next", 23, 0.5, EXACT)]
+    "name, tile, alpha, tolerance",
+    [
+        ("lfm2", 5, 1.0, EXACT),
+        ("nemotron_h", 16, 0.0, FP32),
+        ("qwen3_next", 23, 0.5, EXACT),
+        ("falcon_h1", 16, 0.0, FP32),
+        ("in_a_row", 5, 0.5, EXACT),
+        ("falcon_mamba", 16, 0.5, EXACT),
+    ],
 )
 def test_same_as_whole(name: str, tile: int, alpha: float, tolerance: float) -> None:
-    """A convolution alone; Mamba-2, with blocks that mix no tokens; the delta rule."""
+    """A convolution alone; Mamba-2, with blocks that mix no tokens; the delta rule; Mamba-2 beside attention, and before and
+    behind it; Mamba-1."""
     assert_was_tiled(check(name, tile, alpha, tolerance))
 
 
 @pytest.mark.slow
 @pytest.mark.sweep
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", FAMILIES + ON_ONE_RANK)
 @pytest.mark.parametrize("tile", [5, 16, 23, 64])
 def test_every_family(name: str, tile: int) -> None:
     """A tile of 64 tokens holds no whole sequence: these are longer."""
     for alpha in (0.0, 1.0):
-        assert_was_tiled(check(name, tile, alpha, batch=(1, 71) if tile == 64 else BATCH))
+        assert_was_tiled(check(name, tile, alpha, batch=(1, 71) if tile == 64 else BATCH), name)
+        assert_was_tiled(check(name, tile, alpha, batch=(1, 71) if tile == 64 else BATCH, packed=True), name)
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_tiles_of_several_sequences_carry_nothing(monkeypatch: Patch) -> None:
     given: list[Any] = []
-    put_in(monkeypatch, chain, "carrying", lambda right, value: given.append(value) or right(value))
+    put_in(monkeypatch, chain, "carrying", lambda right, *how: given.append(how[0]) or right(*how))
     assert_was_tiled(check("lfm2", 64, 0.0, batch=(5, 17)))
     assert given and not any(given)
 
@@ -158,16 +200,13 @@ def reasons_of(name: str, **own: Any) -> set[str]:
 
 
 REFUSED = {
-    "falcon_mamba": "takes no state",
-    "recurrent_gemma": "tensors of a call outlive it",
     "minimax": "MiniMaxLightningAttention mixes tokens in code of its own",
-    "falcon_h1": "something besides attention mixes its tokens",
-    "bloom": "neither one of Transformers' attention functions",
+    "bloom": "its BloomAttention multiplies queries by keys in code of its own",
 }
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", everyday(REFUSED, ["falcon_mamba", "bloom"]))
+@pytest.mark.parametrize("name", everyday(REFUSED, ["bloom"]))
 def test_is_refused_with_a_reason(name: str) -> None:
     (reason,) = reasons_of(name)
     assert REFUSED[name] in reason
@@ -204,46 +243,57 @@ def test_without_gradients() -> None:
 # ---- controls: faults in tiles, which the check before them does not see
 
 
-def altered(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
+HALO, STATE = 0, 1
+"""What a mixer leaves: its convolution comes first, then its scan."""
+
+
+def altered(which: int, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
     """Have tiles get something else from the tile before."""
 
-    def other(right: Callable[..., Any], given: Any) -> Any:
-        return right(given if given is None else [change(tensor) for tensor in given])
+    def other(right: Callable[..., Any], given: Any, stretch: Any = None) -> Any:
+        if given is not None:
+            given = [change(tensor) if number % 2 == which else tensor for number, tensor in enumerate(given)]
+        return right(given, stretch)
 
     return other
 
 
-def no_state(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor * 0 if tensor.dim() == 4 else tensor
-
-
-def halo_short_by_one(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.dim() == 4 else torch.cat([tensor[:, :1] * 0, tensor[:, 1:]], 1)
-
-
 def state_gradient_dropped(right: Callable[..., Any], *args: Any) -> Any:
-    d_x, d_left, d_others = right(*args)
-    return d_x, [d if d is not None and d.dim() == 3 else None for d in d_left], d_others
+    *others, d_left, d_inputs = right(*args)
+    return *others, [None if number % 2 == STATE else d for number, d in enumerate(d_left)], d_inputs
 
 
+no_state = altered(STATE, torch.zeros_like)
+halo_short_by_one = altered(HALO, lambda tensor: torch.cat([tensor[:, :1] * 0, tensor[:, 1:]], 1))
 FAULTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
-    "a state is not carried": (chain, "carrying", altered(no_state)),
-    "a halo is short by one": (chain, "carrying", altered(halo_short_by_one)),
+    "a state is not carried": (chain, "carrying", no_state),
+    "a halo is short by one": (chain, "carrying", halo_short_by_one),
     "a state's gradient is dropped": (ChainedCall, "_tile_backward", state_gradient_dropped),
+}
+FAULTS_OF: dict[str, tuple[str, Any, str, Callable[..., Any]]] = {
+    **{fault: ("nemotron_h", *how) for fault, how in FAULTS.items()},
+    "Mamba-1's state is not carried": ("falcon_mamba", chain, "carrying", no_state),
+    "Mamba-1's state's gradient is dropped": ("falcon_mamba", ChainedCall, "_tile_backward", state_gradient_dropped),
+    "a state is not carried beside attention": ("falcon_h1", layer, "carrying", no_state),
+    "a halo is short by one beside attention": ("falcon_h1", layer, "carrying", halo_short_by_one),
+    "its gradient is dropped beside attention": ("falcon_h1", TiledCall, "_tile_post_backward", state_gradient_dropped),
+    "its gradient by attention is dropped": ("in_a_row", TiledCall, "_tile_pre_backward", state_gradient_dropped),
+    "its gradient past attention is dropped": ("in_a_row", TiledCall, "_tile_post_backward", state_gradient_dropped),
 }
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", everyday(FAULTS_OF, [*FAULTS, *[*FAULTS_OF][4:9:2]]))
 def test_is_caught(fault: str, monkeypatch: Patch) -> None:
-    put_in(monkeypatch, *FAULTS[fault][:2], FAULTS[fault][2])
+    name, owner, function, change = FAULTS_OF[fault]
+    put_in(monkeypatch, owner, function, change)
     with pytest.raises((Different, AssertionError)):
-        check("nemotron_h", 16, 0.0, FP32, steps=1)
+        check(name, 16, 0.0, FP32, steps=1)
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_the_check_sees_a_state_that_is_not_carried(monkeypatch: Patch) -> None:
-    put_in(monkeypatch, Carry, "_scan", lambda right, carry, name, call, given: right(carry, name, call, None))
+def test_the_check_sees_what_is_not_carried(monkeypatch: Patch) -> None:
+    put_in(monkeypatch, Carry, "_next", lambda right, carry: None)
     model = build("nemotron_h")
     with attached(model, tile=16, quiet=True) as handle:
         step(model, BATCH)

@@ -1,0 +1,307 @@
+"""Qwen3-8B on one sequence of 1,048,576 tokens and eight GPUs, as TRL 1.13 trains it and under ds_memo.
+
+    torchrun --nproc-per-node 8 -m benchmarks.trl_million ours          # on eight GPUs
+    torchrun --nproc-per-node 8 -m benchmarks.trl_million trl
+    python -m benchmarks.trl_million rehearse                           # both as rank 0 of eight, on the emulated H100
+
+trl    what TRL's example asks for (huggingface/trl, examples/sft_qwen3_8b_1m_context), by the code that runs there: FSDP2 with
+       fp32 parameters and bf16 computing, torch's ring attention of context parallelism, Transformers' gradient checkpointing
+       with `offload`, the loss in chunks of 256 tokens. Without its Trainer, accelerate, and clipping of gradients
+ours   DeepSpeed's ZeRO-3 and the "memo" section, in which nothing is set but `"enabled": true`; eight ranks to a sequence
+
+Tokens are random, weights too. TRL published 380 s a step and 56.2 GB a GPU (pull request 6846). Layers and tokens can be fewer:
+a step of 36 layers at 1 Mi tokens takes minutes on the emulator, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from ds_memo.cli.arguments import tokens
+from ds_memo.units import GIB
+
+PUBLISHED = {"s": 380, "gib": 56.2}
+CHUNK = 256
+"""Tokens of the loss in a chunk, as TRL's."""
+CONFIG = Path(__file__).resolve().parents[2] / "ds_configs" / "models" / "qwen3-8b.json"
+aten = torch.ops.aten
+
+
+def config_of(layers: int, length: int) -> Any:
+    from transformers import Qwen3Config
+
+    yarn = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 32.0, "original_max_position_embeddings": 32768}
+    given = {name: value for name, value in json.loads(CONFIG.read_text()).items() if name not in ("model_type", "rope_theta")}
+    given |= {"num_hidden_layers": layers, "max_position_embeddings": length, "rope_parameters": yarn}
+    return Qwen3Config(**given)
+
+
+class Peaks:
+    """Most device memory of a step. Others reset PyTorch's peak within it: the rehearsal does, with the optimizer's step."""
+
+    def __init__(self) -> None:
+        self.allocated = self.reserved = 0.0
+
+    def begin(self) -> None:
+        torch.cuda.reset_peak_memory_stats()
+        self.allocated = self.reserved = 0.0
+
+    def note(self) -> None:
+        self.allocated = max(self.allocated, torch.cuda.max_memory_allocated() / GIB)
+        self.reserved = max(self.reserved, torch.cuda.max_memory_reserved() / GIB)
+
+
+# ---- as TRL
+
+
+class Ring(torch.autograd.Function):
+    """Ring attention by torch's own code for context parallelism, with cuDNN's kernel where it may run, else flash attention."""
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+        from torch.distributed.tensor.experimental._context_parallel import _attention as ring
+
+        with_cudnn = torch.backends.cuda.cudnn_sdp_enabled()
+        name = "cudnn" if with_cudnn else "flash"
+        op = getattr(aten, f"_scaled_dot_product_{name}_attention")
+        more = {"attn_bias": None, "compute_log_sumexp": True} if with_cudnn else {}
+        out, lse, *rest = ring._templated_ring_attention(
+            dist.group.WORLD, 2, op, query=q, key=k, value=v, is_causal=True, dropout_p=0.0, scale=scale, **more
+        )
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.rest, ctx.scale, ctx.name = rest, scale, name
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        from torch.distributed.tensor.experimental._context_parallel import _attention as ring
+
+        q, k, v, out, lse = ctx.saved_tensors
+        cum_q, cum_k, max_q, max_k, seed, offset = ctx.rest[:6]
+        op = getattr(aten, f"_scaled_dot_product_{ctx.name}_attention_backward").default
+        more = {"attn_bias": None} if ctx.name == "cudnn" else {}
+        grads = ring._templated_ring_attention_backward(
+            dist.group.WORLD,
+            2,
+            op,
+            grad_out=gradient.contiguous(),
+            grad_out_name="grad_out",
+            query=q,
+            key=k,
+            value=v,
+            out=out,
+            logsumexp=lse,
+            is_causal=True,
+            cum_seq_q=cum_q,
+            cum_seq_k=cum_k,
+            max_q=max_q,
+            max_k=max_k,
+            dropout_p=0.0,
+            philox_seed=seed,
+            philox_offset=offset,
+            scale=ctx.scale,
+            **more,
+        )
+        return *grads[:3], None
+
+
+def ring_attention(module: nn.Module, q: Any, k: Any, v: Any, mask: None, scaling: float, **_: Any) -> tuple[torch.Tensor, None]:
+    return Ring.apply(q, k, v, scaling).transpose(1, 2).contiguous(), None
+
+
+class Scored(nn.Module):
+    """A model with its loss in chunks, each of which is computed again in the backward."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.inner = model
+
+    def forward(self, ids: torch.Tensor, positions: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        hidden = self.inner.model(
+            input_ids=ids, position_ids=positions, attention_mask={"full_attention": None}, use_cache=False
+        ).last_hidden_state
+        total = hidden.new_zeros((), dtype=torch.float32)
+        for rows, said in zip(hidden[0].split(CHUNK), labels[0].split(CHUNK), strict=True):
+            total = total + torch.utils.checkpoint.checkpoint(self._of, rows, said, use_reentrant=False)
+        return total / labels.numel()
+
+    def _of(self, rows: torch.Tensor, said: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.inner.lm_head(rows).float(), said, reduction="sum")
+
+
+def trl(config: Any, length: int, memo: dict[str, Any], peaks: Peaks) -> Callable[[], None]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from transformers import AttentionInterface, AutoModelForCausalLM
+
+    AttentionInterface.register("torch_ring", ring_attention)
+    if not dist.is_initialized():
+        dist.init_process_group("nccl")
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="torch_ring")
+    model.gradient_checkpointing_enable({"use_reentrant": False}, offload=True)
+    scored = Scored(model).train()
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16, torch.bfloat16)
+    mesh = init_device_mesh("cuda", (ranks,))
+    for part in (*model.model.layers, scored):
+        fully_shard(part, mesh=mesh, mp_policy=policy)
+    scored.to_empty(device="cuda")
+    model.model.rotary_emb = type(model.model.rotary_emb)(config, device="cuda")
+    with torch.no_grad():
+        for name, parameter in scored.named_parameters():
+            parameter.fill_(1.0) if "norm" in name else parameter.normal_(0, 0.02)
+    optimizer = torch.optim.AdamW(scored.parameters(), lr=2e-5, fused=True)
+    generator = torch.Generator().manual_seed(0)
+    ids, positions = torch.randint(config.vocab_size, (1, length), generator=generator), torch.arange(length)[None]
+    pieces = length // (2 * ranks)  # zigzag: one piece from the front, one from the back
+
+    def mine(whole: torch.Tensor) -> torch.Tensor:
+        parts = whole.split(pieces, 1)
+        return torch.cat([parts[rank], parts[2 * ranks - 1 - rank]], 1).cuda()
+
+    batch = mine(ids), mine(positions), mine(ids.roll(-1, 1))
+
+    def step() -> None:
+        scored(*batch).backward()
+        peaks.note()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+# ---- under ds_memo
+
+
+def ours(config: Any, length: int, memo: dict[str, Any], peaks: Peaks) -> Callable[[], None]:
+    import deepspeed
+    from transformers import AutoModelForCausalLM
+
+    import ds_memo
+    from ds_memo.deepspeed import sequence
+
+    section = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 2e-5, "torch_adam": True}},
+        "zero_optimization": {"stage": 3},
+        "sequence_parallel_size": int(os.environ["WORLD_SIZE"]),
+        "memo": {"enabled": True} | memo,
+    }
+    deepspeed.init_distributed()
+    torch.manual_seed(0)
+    with deepspeed.zero.Init(config_dict_or_path=section), torch.device("cuda"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    engine, *_ = ds_memo.initialize(model=model.train(), model_parameters=model.parameters(), config=section)
+    generator = torch.Generator().manual_seed(0)
+    ids, positions = torch.randint(config.vocab_size, (1, length), generator=generator), torch.arange(length)[None]
+    whole = {"input_ids": ids, "position_ids": positions, "labels": ids.roll(-1, 1)}
+    parts = sequence.split(iter(lambda: whole, None), engine.device)
+
+    def step() -> None:
+        part = next(parts)
+        logits = engine(input_ids=part["input_ids"], position_ids=part["position_ids"], use_cache=False).logits
+        loss = F.cross_entropy(logits.float().flatten(0, -2), part["labels"].flatten())
+        engine.backward(sequence.mean_over_ranks(loss, part["labels"], engine))
+        peaks.note()
+        engine.step()
+
+    step.engine = engine  # type: ignore[attr-defined]
+    return step
+
+
+# ---- both
+
+
+def train(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Train some steps; return seconds and memory of each."""
+    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    way, peaks, rows = {"ours": ours, "trl": trl}[options.way], Peaks(), []
+    step = way(config_of(options.layers, options.tokens), options.tokens, options.memo, peaks)
+    for number in range(1, options.steps + 1):
+        peaks.begin()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        step()
+        end.record()
+        end.synchronize()
+        peaks.note()
+        row = {"step": number, "s": begin.elapsed_time(end) / 1e3, "gib": peaks.allocated, "reserved_gib": peaks.reserved}
+        rows.append(row)
+        if dist.get_rank() == 0:
+            print(
+                f"{options.way}, step {number}: {row['s']:.1f} s, {row['gib']:.1f} GiB, {row['reserved_gib']:.1f} reserved",
+                flush=True,
+            )
+    if options.way == "ours" and dist.get_rank() == 0:
+        import ds_memo
+
+        report = ds_memo.report(step.engine)
+        kept = ("alpha", "tiles", "resident_layers", "binding", "stall_s", "host", "warnings")
+        rows[-1] |= {name: report[name] for name in kept}
+    return rows
+
+
+def rehearse(options: argparse.Namespace) -> int:
+    """Run both as rank 0 of eight on the emulated device, attention at the rates of cuDNN's kernel, and print the table."""
+    from benchmarks import rehearsal
+    from benchmarks.published_runs import machine
+
+    found = {}
+    numbers = {name: value for name, value in asdict(machine("cudnn")).items() if name != "name" and not name.startswith("nvme")}
+    units = {"peak": "FLOP/s"} | dict.fromkeys(("device_memory", "device_reserve", "host_memory"), "B")
+    units |= dict.fromkeys(("device_bandwidth", "host_bandwidth", "d2h", "h2d", "intra_node", "inter_node"), "B/s")
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "h100.json")
+        file.write_text(json.dumps({name: {"value": value, "unit": units.get(name, "")} for name, value in numbers.items()}))
+        for way in ("trl", "ours"):
+            result = Path(folder, f"{way}.json")
+            asked = [way, "--layers", options.layers, "--tokens", options.tokens, "--steps", options.steps, "--json", result]
+            device = ["--ranks", "8", "--device-gib", options.device_gib, "--hardware", file]
+            given = [*device, __file__, *asked, "--memo", json.dumps(options.memo)]
+            if code := rehearsal.main([str(word) for word in given]):
+                return code
+            found[way] = json.loads(result.read_text())
+    print(f"\nRank 0 of 8, emulated: {options.layers} layers, {options.tokens:,} tokens. TRL measured 380 s, 56.2 GB (36 layers)")
+    print("| | s a step | GiB | GiB reserved |\n|---|---|---|---|")
+    for way, rows in found.items():
+        print(f"| {way} | {rows[-1]['s']:.1f} | {rows[-1]['gib']:.1f} | {rows[-1]['reserved_gib']:.1f} |")
+    if options.json:
+        options.json.write_text(json.dumps({"published": PUBLISHED, "hardware": numbers, **found}, indent=1) + "\n")
+    return 0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser("python -m benchmarks.trl_million", description=__doc__.splitlines()[0])
+    parser.add_argument("way", choices=("ours", "trl", "rehearse"))
+    parser.add_argument("--layers", type=int, default=36)
+    parser.add_argument("--tokens", type=tokens, default=1 << 20)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--memo", type=json.loads, default={}, metavar="JSON", help='more of the "memo" section')
+    parser.add_argument("--device-gib", type=float, default=80.0, help="of the emulated device; default: 80")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write seconds and memory of each step")
+    options = parser.parse_args(arguments)
+    if options.way == "rehearse":
+        return rehearse(options)
+    rows = train(options)
+    if options.json and dist.get_rank() == 0:
+        options.json.write_text(json.dumps(rows) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
