@@ -132,7 +132,7 @@ def test_a_layer_without_attention() -> None:
     for sample in found:
         assert sum(sample.seconds[part] for part in tails) > 0.95 * sum(sample.seconds)
     costs = in_tiles(whole(768), 0.0, found, 1, 768, Tiles(192))
-    measured = tiles._measure(call, 768, Tiles(192), 1, CPU, None, 0)
+    measured = tiles._measure(call, 768, Tiles(192), 1, CPU, None, 0)[0]
     assert (costs.working_at_0.forward, costs.working_at_0.backward) == pytest.approx(peaks(measured, False), rel=0.02)
     kind = LayerProfile("layer 0", (make_sample(256), make_sample(512)), in_tiles=found)
     mixed = dataclasses.replace(make_profile(), kinds=(kind,), layers=(0,))
