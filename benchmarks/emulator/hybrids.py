@@ -102,11 +102,11 @@ def child(options: argparse.Namespace) -> None:
             report = probe.get("report") or {}
             found[-1] |= {name: report.get(name) for name in ("alpha", "resident_layers", "tiles", "binding")}
             print(f"    {options.rival}: {json.dumps(found[-1])}", file=sys.stderr, flush=True)
-            results.write(options.output, {"probes": found}, unfinished=True)
+            results.write(options.output, {"probes": found, "torch": torch.__version__}, unfinished=True)
 
         lengths = [options.length] if options.length else []
         search_here(shapes(device)[options.workload], options.rival, budget, tell, lengths, STARTS[options.rival])
-        results.write(options.output, {"probes": found}, unfinished=False)
+        results.write(options.output, {"probes": found, "torch": torch.__version__}, unfinished=False)
 
 
 def run_part(what: str, workload: str, rival: str, gib: tuple[float, float], length: int = 0) -> dict[str, Any]:
