@@ -224,7 +224,7 @@ def speed(
     with tempfile.TemporaryDirectory() as cache, tempfile.TemporaryDirectory() as made:
         budget = Budget(device, int(host_gib * GIB), device_bytes, bandwidth=link, cache_dir=cache)
         point = points.run_point(model, shape, length, [RIVALS[name] for name in rivals], budget, (1, 2), False, Path(made))
-    return point | {"claims": claims(point)}
+    return point | {"emulated": True, "claims": claims(point)}
 
 
 def syncs(run: Callable[..., Any]) -> dict[str, Any]:

@@ -1,0 +1,27 @@
+"""Llama-3-8B on eight H100, estimated: benchmarks.frontier."""
+
+from dataclasses import replace
+
+import pytest
+
+from benchmarks import frontier
+from benchmarks.published_runs import machine, model
+from ds_memo.estimate.estimate import estimate
+from ds_memo.estimate.question import Question
+from ds_memo.units import GIB
+
+pytestmark = pytest.mark.slow
+ASKED = Question(model("llama3-8b", fused=True), machine("fa3"), 8, 1 << 20)
+
+
+def test_a_step_without_recomputed_attention_is_shorter() -> None:
+    found = frontier.row("here", estimate(ASKED))
+    assert found["attention_recomputed"] == 0 and 0.6 < found["step_s"] / found["checkpointed_s"] < 0.9
+
+
+def test_where_the_host_is_small_attention_once_ends_earlier() -> None:
+    small = replace(ASKED, host_memory=300 * GIB)
+    once, any_ = (frontier.longest(small, recomputes) for recomputes in (False, True))
+    assert once is not None and any_ is not None
+    assert once.placed["attention_recomputed"] == 0 < any_.placed["attention_recomputed"]
+    assert once.question.seq_length < any_.question.seq_length
