@@ -29,6 +29,8 @@ from ds_memo.sequence.masks import Mask
 from ds_memo.sequence.parts import Parts
 from ds_memo.sequence.ranks import ALONE
 
+_COMPARED = {"flint", "gemma2", "gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash", "vaultgemma"}
+"""Model types whose gradients were compared. Another may change its mask itself where it is a tensor (DeepSeek-V4)."""
 _FEW = 48
 """Tokens on which both functions are compared."""
 _CLOSE = 1e-4
@@ -67,7 +69,7 @@ def use_one_op(
     if has_compiled(model):
         return
     for part in model.modules():
-        if not isinstance(part, PreTrainedModel) or not part._supports_attention_backend:
+        if not isinstance(part, PreTrainedModel) or part.config.model_type not in _COMPARED:
             continue
         caps = getattr(part.config, "attn_logit_softcapping", None)  # up to 5.17 Gemma 2 takes sdpa, which leaves them out
         if part.config._attn_implementation != "eager" or (part._supports_sdpa and not caps):

@@ -50,7 +50,7 @@ class _UnderWay(threading.local):
 
 _UNDER_WAY = _UnderWay()
 _INSTEAD: dict[str, Callable[..., Any]] = {}
-"""Of all threads: backwards run layers again in autograd's."""
+"""For all threads: backwards run layers again in autograd's."""
 
 
 def catch_mixers(decoder: nn.Module) -> list[nn.Module]:
