@@ -2,8 +2,8 @@
 
     python -m benchmarks.scans [--hardware h200]
 
-Estimated: prices of ds_memo/estimate on the meta device. A kept scan needs its output and what its backward takes from its forward
-(flash-linear-attention: the inverse A of each chunk); all else of a layer is made again anyway.
+Estimated: prices of ds_memo/estimate on the meta device. A kept scan needs its output and what its backward takes from its
+forward (flash-linear-attention: the inverse A of each chunk); all else of a layer is made again anyway.
 """
 
 from __future__ import annotations

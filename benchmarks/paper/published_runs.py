@@ -40,7 +40,7 @@ TILED_UNITS = 12.1
 class Answer(NamedTuple):
     seconds: float
     optimizer_s: float
-    """Of these: the optimizer's step, with what is sent for it."""
+    """The optimizer's step in these, with what is sent for it."""
     parts: dict[str, float]
     """Bytes of a GPU."""
 

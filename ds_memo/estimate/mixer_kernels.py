@@ -153,7 +153,7 @@ def delta_rule(
 
 
 def _chunk_scan_price(x: torch.Tensor, B: torch.Tensor, chunk: int, backward: bool) -> tuple[float, float]:
-    tokens, heads, p = x.shape[0] * x.shape[1], *x.shape[2:]
+    tokens, heads, p = x.shape[0] * x.shape[1], x.shape[2], x.shape[3]
     groups, n = B.shape[2:]
     of_heads, states, scores, of_groups = heads * p, heads * p * n / chunk, groups * chunk, groups * n
     inside, to_states = heads * p * chunk, 2 * heads * p * n  # FLOPs: the causal half of a chunk; a product with the states

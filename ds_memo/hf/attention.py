@@ -30,12 +30,14 @@ def catch_attention() -> None:
         catch_from(modeling.AttentionInterface)
 
 
-def use_one_op(model: nn.Module, warn: Callable[[str], None], undo_with: Callable[[Callable[[], Any]], None]) -> None:
+def use_one_op(
+    model: nn.Module, ways: dict[str, str], warn: Callable[[str], None], undo_with: Callable[[Callable[[], Any]], None]
+) -> None:
     """Do the same as ``ds_memo.hf.eager_attention.use_one_op``, which imports Transformers, if the model is of Transformers."""
     if "transformers.modeling_utils" in sys.modules:
         from ds_memo.hf import eager_attention
 
-        eager_attention.use_one_op(model, warn, undo_with)
+        eager_attention.use_one_op(model, ways, warn, undo_with)
 
 
 def wrap_attention(name: str, around: Callable[[Any], Any]) -> Any:

@@ -29,6 +29,8 @@ from ds_memo.sequence.masks import Mask
 from ds_memo.sequence.parts import Parts
 from ds_memo.sequence.ranks import ALONE
 
+_COMPARED = {"flint", "gemma2", "gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash", "vaultgemma"}
+"""Model types whose gradients were compared. Another may change its mask itself where it is a tensor (DeepSeek-V4)."""
 _FEW = 48
 """Tokens on which both functions are compared."""
 _CLOSE = 1e-4
@@ -49,34 +51,41 @@ class _Name(str):
 
 
 _NAME = _Name("ds_memo_attention")
-_warnings: weakref.WeakKeyDictionary[nn.Module, Callable[[str], None]] = weakref.WeakKeyDictionary()
-"""By each module of an attached model, what warns its user. Other models that share its configuration run eagerly."""
+_ways: weakref.WeakKeyDictionary[nn.Module, tuple[dict[str, str], Callable[[str], None]]] = weakref.WeakKeyDictionary()
+"""By each module of an attached model, how its attention runs, by class, and what warns the user. Other models that share its
+configuration run eagerly."""
 
 
-def use_one_op(model: nn.Module, warn: Callable[[str], None], undo_with: Callable[[Callable[[], Any]], None]) -> None:
+def use_one_op(
+    model: nn.Module, ways: dict[str, str], warn: Callable[[str], None], undo_with: Callable[[Callable[[], Any]], None]
+) -> None:
     """Give a model whose attention is eager because Transformers has no other for it one op in its place.
 
     Compiled layers keep their own: a compiler fuses some of it, and takes no op of ours into its graph.
+
+    Args:
+        ways: gets, by class of attention, "one op" or why it is left to the eager function.
     """
     if has_compiled(model):
         return
     for part in model.modules():
-        if not isinstance(part, PreTrainedModel) or part._supports_sdpa or not part._supports_attention_backend:
+        if not isinstance(part, PreTrainedModel) or part.config.model_type not in _COMPARED:
             continue
-        if part.config._attn_implementation != "eager":
+        caps = getattr(part.config, "attn_logit_softcapping", None)  # up to 5.17 Gemma 2 takes sdpa, which leaves them out
+        if part.config._attn_implementation != "eager" or (part._supports_sdpa and not caps):
             continue
         AttentionInterface.register(_NAME, _attend)
         AttentionMaskInterface.register(_NAME, _mask)
         undo_with(functools.partial(setattr, part.config, ATTENTION, "eager"))
         setattr(part.config, ATTENTION, _NAME)
         for module in part.modules():
-            _warnings[module] = warn
+            _ways[module] = ways, warn
             undo_with(functools.partial(_forget, weakref.ref(module)))
 
 
 def _forget(module: weakref.ref[nn.Module]) -> None:
     if (gone := module()) is not None:
-        _warnings.pop(gone, None)
+        _ways.pop(gone, None)
 
 
 # ---- attention
@@ -88,9 +97,10 @@ def _attend(
 ) -> Any:
     """Stand for eager attention in Transformers' table."""
     eager = _eager_of(type(module))
-    warn = _warnings.get(module)
-    if warn is not None:
+    if module in _ways:
+        ways, warn = _ways[module]
         why = _why_eager(eager, module, (query, key, value), attention_mask, kwargs)
+        ways[type(module).__name__] = why or "one op"
         if why is None:
             return attend(module, query, key, value, attention_mask, attention_mask.parts, **kwargs)
         warn(

@@ -17,7 +17,7 @@ from ds_memo.errors import MOST_NAME, MemoError, brief, quoted
 from ds_memo.profile.sample import LayerProfile, Profile
 from ds_memo.profile.tile_sample import PARTS, SAMPLES
 
-FORMAT = 10
+FORMAT = 11
 MOST_PROFILE_BYTES = 1 << 24
 MOST_TOKENS = 1 << 34
 MOST_BYTES = 1 << 50

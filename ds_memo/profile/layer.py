@@ -267,6 +267,11 @@ class Bench:
         """Device bytes of what the latest forward keeps."""
         return self._layer.latest.layout.buffer_bytes
 
+    @property
+    def kept_bytes(self) -> int:
+        """The same without gaps between tensors."""
+        return sum(kept.stored_bytes for kept in self._layer.latest.layout.kept)
+
     def saved_bytes(self) -> int:
         """Return the bytes that autograd saves, without parameters, buffers and arguments that other layers share."""
         module = self._layer.module()

@@ -11,9 +11,10 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from ds_memo.distributed.topology import ranks_per_sequence
 from ds_memo.errors import MemoError
-from ds_memo.profile.gathered_params import gathered
 from ds_memo.remat.checkpoint import Layer, OwnForward, Remat
+from ds_memo.remat.gathered_params import gathered
 from ds_memo.remat.layer_state import unchanged
 from ds_memo.remat.modes import inside_a_layer
 from ds_memo.remat.random_states import KeepsGiven, forked
@@ -22,6 +23,8 @@ from ds_memo.remat.undo import Undoing
 from ds_memo.shapes import HiddenShape
 
 _INTEGERS = (torch.int32, torch.int64)
+_LONG = 4096
+"""Tokens above which a probe runs only so many of a layer's."""
 
 
 Call = tuple[Callable[..., Any], tuple, dict[str, Any]]
@@ -226,8 +229,8 @@ def layer_calls(
     """Run a forward of the model and catch the first call of each kind of layer, in call order.
 
     Later layers need the output of a caught one. So the first layer of each kind runs, with nothing saved for a backward and its
-    ZeRO-3 parameters gathered; later layers of that kind return the same output. Random generators and the model's arguments are
-    left unchanged.
+    ZeRO-3 parameters gathered; later layers of that kind return the same output. Of a long sequence it runs the first tokens:
+    whole it may not fit. Random generators and the model's arguments are left unchanged.
 
     Args:
         args, kwargs: arguments of the model's forward.
@@ -256,7 +259,7 @@ def layer_calls(
         if key not in outputs:
             inside.append(layer)
             try:
-                outputs[key] = _run_once(call, partial(uncompiled(fn), *args, **kwargs))
+                outputs[key] = _output(call, partial(uncompiled(fn), *args, **kwargs))
             finally:
                 inside.pop()
         return outputs[key]
@@ -276,6 +279,21 @@ def uncompiled(fn: Callable[..., Any]) -> Callable[..., Any]:
     if isinstance(fn, partial):
         return partial(uncompiled(fn.func), *fn.args, **fn.keywords)
     return fn.plain if isinstance(fn, OwnForward) else fn
+
+
+def _output(call: LayerCall, run: Callable[[], Any]) -> Any:
+    """Return what a layer returns; for a long sequence its hidden states in that place, if it returns no other tensor."""
+    if call.length <= _LONG or call.encoder_length or ranks_per_sequence() > 1 or not call.can_shorten():
+        return _run_once(call, run)
+    fn, args, (hidden, *_) = call.at(_LONG)
+    out = _run_once(call, partial(uncompiled(fn), *args))
+    if [tensor.shape for tensor in tensor_leaves(out)] != [hidden.shape]:
+        return _run_once(call, run)
+
+    def whole(value: Any) -> Any:
+        return call.hidden.detach().clone().requires_grad_(value.requires_grad) if isinstance(value, torch.Tensor) else value
+
+    return tree_map(whole, out)
 
 
 def _run_once(call: LayerCall, run: Callable[[], Any]) -> Any:

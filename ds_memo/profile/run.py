@@ -25,7 +25,6 @@ from ds_memo.errors import MemoError
 from ds_memo.memory.device import device_budget, device_usage
 from ds_memo.memory.host import host_usage, ranks_on_node
 from ds_memo.profile.bandwidth import SPAN, CopyBench
-from ds_memo.profile.gathered_params import gathered, gathered_bytes
 from ds_memo.profile.layer import measure
 from ds_memo.profile.layer_call import LayerCall
 from ds_memo.profile.layer_kinds import layer_in_words, settings_digest
@@ -35,6 +34,7 @@ from ds_memo.profile.sample import LayerProfile, Profile
 from ds_memo.profile.tile_sample import TileSample
 from ds_memo.profile.tiles import measure_in_tiles
 from ds_memo.remat.checkpoint import CannotTile, Layer
+from ds_memo.remat.gathered_params import gathered, gathered_bytes
 from ds_memo.solve.headroom import HEADROOM
 from ds_memo.solve.run_costs import Working
 from ds_memo.swap.stream_protocol import D2H, H2D

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from ds_memo.placement import Tiles
-from ds_memo.solve.run_costs import LayerCosts, TileCosts, Working
+from ds_memo.solve.run_costs import LayerCosts, Output, TileCosts, Working
 from ds_memo.spans import longest, number_of_spans
 
 PARTS = ("heads", "attention", "tails", "tails_backward", "attention_backward", "heads_backward")
@@ -40,6 +40,8 @@ class TileSample:
     """Seconds of each of PARTS, if no GEMM output is stored."""
     peaks: tuple[tuple[Peak, ...], ...]
     """Peaks of each of PARTS, in 1, 2, 4, … groups of heads, as many as attention can be divided into."""
+    carried_bytes: int = 0
+    """Bytes that a tile keeps of what the tile before left: states of scans, inputs of convolutions."""
 
     @property
     def most_groups(self) -> int:
@@ -95,9 +97,13 @@ def in_tiles(
     backward_s = seconds[tails_backward] + attention_backward_s + seconds[heads_backward]
     differs = samples[0].result_differs  # then the heads run again as a part of "tails_backward"
     born = (forward_s - seconds[tails]) / forward_s if forward_s else 1.0
+    carried = Output("input", 1, samples[0].carried_bytes * (cut.tiles - batch))  # a sequence's first tile has none
     return replace(
         whole,
-        outputs=tuple(output if output.role == "input" else replace(output, born=born) for output in whole.outputs),
+        outputs=(
+            *(output if output.role == "input" else replace(output, born=born) for output in whole.outputs),
+            *([carried] if carried.nbytes else []),
+        ),
         forward_s=forward_s,
         backward_s=max(0.0, backward_s - whole.gemm_s - whole.replay_s),
         working=working_of(stored),

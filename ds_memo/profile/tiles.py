@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -43,10 +44,16 @@ def measure_in_tiles(
     short, long = lengths
     tokens = long // _TILES
     groups = _most_groups(call, short, tokens, device, attention)
-    return tuple(
-        _measure(call, length, Tiles(tile_tokens), groups, device, attention, gathered)
-        for length, tile_tokens in ((short, tokens), (long, tokens), (long, 2 * tokens))
+    samples, kept = zip(
+        *(
+            _measure(call, length, Tiles(tile_tokens), groups, device, attention, gathered)
+            for length, tile_tokens in ((short, tokens), (long, tokens), (long, 2 * tokens))
+        ),
+        strict=True,
     )
+    _, many, larger = samples  # of as many tokens: only what goes from tile to tile differs
+    carried = max(0, kept[1] - kept[2]) // (many.cut.tiles - larger.cut.tiles)
+    return tuple(replace(sample, carried_bytes=carried) for sample in samples)
 
 
 def _most_groups(call: LayerCall, length: int, tokens: int, device: torch.device, attention: str | None) -> int:
@@ -66,7 +73,8 @@ def _most_groups(call: LayerCall, length: int, tokens: int, device: torch.device
 
 def _measure(
     call: LayerCall, length: int, tiles: Tiles, groups: int, device: torch.device, attention: str | None, gathered: int
-) -> TileSample:
+) -> tuple[TileSample, int]:
+    """Return a sample, and the bytes that the layer keeps if no GEMM output is stored."""
     with alone(call, length, device) as (fn, args, inputs, trained):
         tiling = Tiling()
         bench = Bench(call.layer, fn, args, [*inputs, *trained], device, attention, tiler=tiling)
@@ -75,6 +83,7 @@ def _measure(
             if (refused := tiling.report()) and refused["not_tiled"]:
                 raise CannotTile(next(iter(refused["not_tiled"].values())))
             times = [_run(bench, _placed(tiles), partial(now, device)) for _ in range(repeats(device))]
+            kept = bench.kept_bytes
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             seconds = [[seconds_between(*pair) for pair in pairwise(points)] for points in times]
@@ -88,7 +97,7 @@ def _measure(
             bench.close()
     medians = tuple(map(statistics.median, zip(*seconds, strict=True)))
     of_ways = tuple(tuple(zip(*of_way, strict=True)) for of_way in peaks)
-    return TileSample(call.batch, length, tiles.tokens, differs, medians, of_ways)
+    return TileSample(call.batch, length, tiles.tokens, differs, medians, of_ways), kept
 
 
 def _peaks(bench: Bench, placement: Placement, device: torch.device, gathered: int, into: int) -> list[int]:

@@ -20,7 +20,7 @@ from ds_memo.layer_observer import LayerObserver
 from ds_memo.placement import FULL_RECOMPUTE, Placement, PlacementKind
 from ds_memo.remat.analyse import Analyse
 from ds_memo.remat.call import Call, Work
-from ds_memo.remat.diagnostics import CUDNN_ELEMENTS, CUDNN_IS_WRONG, diagnose
+from ds_memo.remat.diagnostics import CUDNN_ELEMENTS, diagnose
 from ds_memo.remat.inputs import DeviceInput, Lifted, analysing_pack, lift_keywords, recording_pack, unpack
 from ds_memo.remat.layer_state import TOO_LARGE, LayerState, tensors_of
 from ds_memo.remat.modes import inside_a_checkpoint, inside_a_layer, keep_dynamo_out, under_a_checkpoint
@@ -428,7 +428,11 @@ class Remat:
         if self._sdpa is None and not beyond:
             return fn(*args)
         if beyond:
-            self.warn_of(layer, f"attention of {elements:,} elements: {CUDNN_IS_WRONG}, so it runs by another kernel.")
+            self.warn_of(
+                layer,
+                f"another kernel than cuDNN's runs its attention, which has {elements:,} elements: past {CUDNN_ELEMENTS:,} of "
+                "queries cuDNN's gradients are wrong",
+            )
         with Undoing(functools.partial(_sdpa_kernel, _cur_sdpa_kernel_backends())):  # what torch.nn.attention.sdpa_kernel does
             _sdpa_kernel(NOT_CUDNN if beyond else [self._sdpa])
             try:

@@ -15,7 +15,6 @@ MEM_EFFICIENT_TOKENS = 1 << 16
 
 CUDNN_ELEMENTS = 1 << 31
 """Beyond this, cuDNN's gradient of the queries is wrong (9.19 on an H200: benchmarks/gpu/first_large.py)."""
-CUDNN_IS_WRONG = f"cuDNN's gradients past {CUDNN_ELEMENTS:,} elements of queries are wrong"
 
 
 def diagnose(module: nn.Module | None, recipe: Recipe) -> Iterator[str]:
@@ -39,7 +38,10 @@ def diagnose(module: nn.Module | None, recipe: Recipe) -> Iterator[str]:
             '"flash" or "cudnn", which then say if they cannot serve'
         )
     if recipe.cudnn_elements > CUDNN_ELEMENTS:
-        yield f'{CUDNN_IS_WRONG}, and it has {recipe.cudnn_elements:,}. Set memo.attention to "flash", or let it run in tiles'
+        yield (
+            f"cuDNN's gradients are wrong past {CUDNN_ELEMENTS:,} elements of queries, and it has {recipe.cudnn_elements:,}. Set "
+            'memo.attention to "flash", or let it run in tiles'
+        )
     if module is not None and any(type(part).__module__.startswith("transformer_engine.") for part in module.modules()):
         yield (
             "it has modules of TransformerEngine, whose kernels PyTorch does not show, so what they compute runs again in each "

@@ -92,6 +92,8 @@ class Parts:
         """Changes of the model, and how they are undone."""
         self.heads: list[LazyHead] = []
         """Output heads that return lazy logits."""
+        self.eager_attention: dict[str, str] = {}
+        """How attention runs for which Transformers has an eager function alone, by class."""
         self.drives: Drives | None = None
         """None: host memory is all there is."""
         try:

@@ -45,6 +45,7 @@ def report(parts: Parts, speed: Speed) -> Report:
         step_s=step_s,
         tokens_per_s=tokens_per_s,
         mfu=model_flops_utilization(parts.model(), parts.hidden_shape(), tokens_per_s, engine.device),
+        eager_attention=dict(parts.eager_attention),
         tiles=parts.tiling.report() if parts.tiling else None,
         logits=_logits(parts),
         sequence=_sequence(parts),

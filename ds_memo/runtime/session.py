@@ -61,7 +61,7 @@ class Session(Parts):
         self.patches.model(model, self.run)
         keep_unobserved_attention()
         if self.config.attention != "eager":
-            use_one_op(model, self.warn, self.patches.undo_with)
+            use_one_op(model, self.eager_attention, self.warn, self.patches.undo_with)
         for name, module in layers[:1]:
             self.patches.before_forward(module, conflicts.MaskWatch(name, self.warn))
         if self.config.kernels.cross_entropy is None:

@@ -105,8 +105,8 @@ class Carry:
             out, state = _run_from(call, call.values, how, given)
             self._leave(state)
             return (out, None) if how.two else out
-        number, stretch = len(self.left), self._stretch
-        out = on_heads(name, call, how, stretch, lambda values: self._by_documents(call, values, how, given, stretch))
+        number = len(self.left)
+        out = on_heads(name, call, how, self._stretch, lambda values, parts: self._by_documents(call, values, how, given, parts))
         if len(self.left) == number:  # no heads on this rank
             self._leave(call.values[how.lead].new_zeros(1))
         return out

@@ -50,7 +50,7 @@ class _UnderWay(threading.local):
 
 _UNDER_WAY = _UnderWay()
 _INSTEAD: dict[str, Callable[..., Any]] = {}
-"""Of all threads: backwards run layers again in autograd's."""
+"""For all threads: backwards run layers again in autograd's."""
 
 
 def catch_mixers(decoder: nn.Module) -> list[nn.Module]:
@@ -193,15 +193,14 @@ def _reach(module: nn.Conv1d) -> int:
 
 def _enter_convolution(module: nn.Conv1d, args: tuple[torch.Tensor]) -> tuple[torch.Tensor] | None:
     """Give an nn.Conv1d that is called outright (RecurrentGemma) this rank's tokens, or a tile's, behind their halo."""
-    (x,), reach, carry = args, _reach(module), _UNDER_WAY.carry
+    (x,), reach, carry, parts = args, _reach(module), _UNDER_WAY.carry, _parts_of(module)
+    if carry is not None and parts is not None:
+        raise CannotTile("its nn.Conv1d is called outright, and is not cut where ranks share a sequence")
     if carry is not None:
         _UNDER_WAY.modules.append((module, slice(reach, reach + x.shape[-1])))
         return (carry.with_halo(x, reach),)
-    parts = _parts_of(module)
     if parts is None:
         return None
-    if carry is not None:
-        raise CannotTile("its nn.Conv1d is called outright, and does not go on from tile to tile")
     if module.padding[0] != reach or module.stride[0] != 1 or module.padding_mode != "zeros" or x.shape[-1] > parts.own:
         raise MemoError(
             f"an nn.Conv1d of {module.kernel_size[0]} taps got {x.shape[-1]} tokens with padding {module.padding[0]}; sequence "

@@ -206,14 +206,14 @@ def _segments(
 def scan(name: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], parts: Parts) -> Any:
     """Run a scan with all tokens of some heads."""
     call, how = Call.of(function, args, kwargs), SCANS[name]
-    return on_heads(name, call, how, parts, lambda values: _by_documents(call, values, how, parts))
+    return on_heads(name, call, how, parts, lambda values, parts: _by_documents(call, values, how, parts))
 
 
-def on_heads(name: str, call: Call, how: Scan, parts: Parts, run: Callable[[dict[str, Any]], torch.Tensor]) -> Any:
+def on_heads(name: str, call: Call, how: Scan, parts: Parts, run: Callable[[dict[str, Any], Parts], torch.Tensor]) -> Any:
     """Give each rank all tokens of some heads. A rank may have none: its graph still holds every exchange.
 
     Args:
-        run: the scan, given the call's arguments for these heads.
+        run: the scan, given the call's arguments for these heads, and the parts of a call of so many tokens.
     """
     call.refuse_unknown(name, how.arguments, (how.state, how.final))
     lead, where = call.values[how.lead], how.arguments[how.lead]
@@ -221,7 +221,7 @@ def on_heads(name: str, call: Call, how: Scan, parts: Parts, run: Callable[[dict
     owned = exchange.blocks(lead.shape[where.heads], parts.ranks.size)
     given = [argument for argument in how.arguments if call.values.get(argument) is not None]  # in one order on all ranks
     values = call.values | {argument: _share(call.values[argument], how.arguments[argument], owned, parts) for argument in given}
-    states = run(values) if owned[parts.ranks.number] else _nothing(values, how)
+    states = run(values, parts) if owned[parts.ranks.number] else _nothing(values, how)
     states = parts.by_rank(states.movedim((where.tokens, where.heads), (1, 2)), 1)
     states = exchange.to_tokens(states, [len(heads) for heads in owned], parts.ranks.group)
     states = states.movedim((1, 2), (where.tokens, where.heads))

@@ -187,7 +187,7 @@ class TiledAttention:
 
     def _attend(self, gathered: Gathered, leaves: list[Any]) -> torch.Tensor:
         assert gathered.call is not None
-        elements = max(gathered.leaves[index].numel() for index in self._shapes.differentiable)
+        elements = max((gathered.leaves[index].numel() for index in self._shapes.differentiable), default=0)
         run = functools.partial(self._remat.with_kernel, self._tiled.layer, gathered.call.run, elements=elements)
         return self._shapes.result.only_tensor(run(leaves))
 

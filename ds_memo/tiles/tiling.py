@@ -21,6 +21,7 @@ from ds_memo.distributed.topology import is_experts, ranks_per_sequence, sharing
 from ds_memo.errors import MemoError
 from ds_memo.placement import FULL_RECOMPUTE, Placement, Tiles
 from ds_memo.remat.checkpoint import CannotTile, Layer, Remat
+from ds_memo.remat.gathered_params import gathered
 from ds_memo.remat.modes import running_tiles
 from ds_memo.remat.random_states import own_states, set_states
 from ds_memo.remat.undo import Undoing
@@ -182,7 +183,8 @@ class Verdicts:
         self.agree(why, sure)  # a rank that refuses would be waited for in the check
         shapes = None
         try:
-            shapes = probe(call.module, call.forward, call.args, call.kwargs)
+            with gathered(call.module):  # where Transformers (to 5.17) asks for a checkpoint outside of the layer's hooks
+                shapes = probe(call.module, call.forward, call.args, call.kwargs)
         except CannotTile as reason:
             why = str(reason)
         self.agree(why, sure)

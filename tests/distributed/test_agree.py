@@ -21,9 +21,10 @@ import ds_memo
 from ds_memo.distributed import agree
 from ds_memo.distributed.agree import Failed, together
 from ds_memo.distributed.topology import meet_in_layers, talk_in_layers
-from ds_memo.profile import gathered_params, run
+from ds_memo.profile import run
 from ds_memo.profile.json_file import from_json, to_json
 from ds_memo.profile.merge_ranks import most_careful
+from ds_memo.remat import gathered_params
 from tests.distributed_harness.common import DistributedTest
 from tests.models import Block, Toy
 from tests.profile.samples import make_profile

@@ -67,7 +67,9 @@ def compare(name: str, tile: int, alpha: float, lengths: tuple[tuple[int, ...], 
         for _ in range(2):
             with poisoned_memory():
                 assert_step(drive(small(name), lengths), want, tolerance)
-        return handle.report()
+        report = handle.report()
+    assert set(report["eager_attention"].values()) == {"one op"}
+    return report
 
 
 # ---- values and gradients
@@ -181,6 +183,7 @@ def assert_left(model: nn.Module, why: str, **kwargs: Any) -> None:
         assert_step(got, want)
         report = handle.report()
     assert any(why in warning for warning in report["warnings"]), report["warnings"]
+    assert why in report["eager_attention"]["Gemma2Attention"]
     assert report["tiles"]["layers"] == [] and len(report["tiles"]["not_tiled"]) == report["layers"]
 
 

@@ -113,7 +113,9 @@ def step(model: nn.Module, loss: Loss) -> dict[str, torch.Tensor | None]:
     return {"the loss": value.detach(), **gradients(model)}
 
 
-def compare(model: nn.Module, loss: Loss, tolerance: float = EXACT, warns: str | None = None, whole: bool = False) -> None:
+def compare(
+    model: nn.Module, loss: Loss, tolerance: float = EXACT, warns: str | None = None, whole: bool = False, **memo: Any
+) -> None:
     """Compare a step with the same model's without memo, and see that no logits exist beyond a tile's.
 
     Args:
@@ -121,7 +123,7 @@ def compare(model: nn.Module, loss: Loss, tolerance: float = EXACT, warns: str |
         whole: an op makes the logits whole.
     """
     want = step(model, loss)
-    with attached(model, warns) as handle, Witness() as witness:
+    with attached(model, warns, **memo) as handle, Witness() as witness:
         got = step(model, loss)
         assert lazy_calls(handle), "no call of the head was lazy"
     assert_same_grads(got, want, tolerance)

@@ -30,7 +30,7 @@ def test_there_and_back() -> None:
 
 
 def test_a_file_of_another_format() -> None:
-    with pytest.raises(ProfileError, match="no profile of format 10"):
+    with pytest.raises(ProfileError, match="no profile of format 11"):
         from_json(json.dumps(data() | {"format": 3}))
 
 

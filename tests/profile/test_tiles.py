@@ -67,7 +67,7 @@ def test_bytes_at_other_lengths_and_in_other_tiles(
     call: LayerCall, samples: tuple[TileSample, ...], tokens: int, tile: int
 ) -> None:
     costs = in_tiles(whole(tokens), 0.0, samples, 1, tokens, Tiles(tile))
-    measured = tiles._measure(call, tokens, Tiles(tile), 1, CPU, None, 0)
+    measured = tiles._measure(call, tokens, Tiles(tile), 1, CPU, None, 0)[0]
     for working, stored in ((costs.working_at_0, False), (costs.working, True)):
         assert (working.forward, working.backward) == pytest.approx(peaks(measured, stored), rel=0.02), stored
     assert costs.working.backward < 0.95 * costs.working_at_0.backward, "GEMM outputs are part of the frame"
@@ -77,7 +77,7 @@ def test_without_a_tiles_transients_they_are_wrong(call: LayerCall, samples: tup
     """The check above would see it."""
     few, many, larger = samples
     costs = in_tiles(whole(768), 0.0, (few, many, dataclasses.replace(larger, peaks=many.peaks)), 1, 768, Tiles(320))
-    backward = peaks(tiles._measure(call, 768, Tiles(320), 1, CPU, None, 0), False)[1]
+    backward = peaks(tiles._measure(call, 768, Tiles(320), 1, CPU, None, 0)[0], False)[1]
     assert costs.working_at_0.backward < 0.95 * backward
 
 
@@ -132,7 +132,7 @@ def test_a_layer_without_attention() -> None:
     for sample in found:
         assert sum(sample.seconds[part] for part in tails) > 0.95 * sum(sample.seconds)
     costs = in_tiles(whole(768), 0.0, found, 1, 768, Tiles(192))
-    measured = tiles._measure(call, 768, Tiles(192), 1, CPU, None, 0)
+    measured = tiles._measure(call, 768, Tiles(192), 1, CPU, None, 0)[0]
     assert (costs.working_at_0.forward, costs.working_at_0.backward) == pytest.approx(peaks(measured, False), rel=0.02)
     kind = LayerProfile("layer 0", (make_sample(256), make_sample(512)), in_tiles=found)
     mixed = dataclasses.replace(make_profile(), kinds=(kind,), layers=(0,))

@@ -201,7 +201,7 @@ def reasons_of(name: str, **own: Any) -> set[str]:
 
 REFUSED = {
     "minimax": "MiniMaxLightningAttention mixes tokens in code of its own",
-    "bloom": "neither one of Transformers' attention functions",
+    "bloom": "its BloomAttention multiplies queries by keys in code of its own",
 }
 
 

@@ -104,6 +104,14 @@ class TestTwoRanks(DistributedTest):
         check("qwen3_next", Padded((30, -40)), 8, 0.5, ulysses=1)
 
     @pytest.mark.slow
+    @pytest.mark.parametrize("name", ["falcon_h1", "recurrent_gemma"])
+    def test_run_whole(self, name):
+        distance, report = run(name, ONE, 16, 0.0)
+        assert distance < EXACT
+        reasons = set(report["tiles"]["not_tiled"].values())
+        assert any("share a sequence" in why for why in reasons), reasons
+
+    @pytest.mark.slow
     def test_without_gradients(self):
         with float64(), warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")

@@ -511,7 +511,7 @@ def test_eager_attention_of_transformers() -> None:
     stock, tiled = (build("llama", num_hidden_layers=LAYERS, attn_implementation="eager") for _ in range(2))
     with attached(tiled, quiet=True) as handle:
         assert_step(step(tiled, BATCH), step(stock, BATCH))
-        assert_refused(handle, "calls neither")
+        assert_refused(handle, 'makes a matrix of tokens × tokens: attn_implementation is "eager"')
 
 
 # ---- the probe leaves no trace
