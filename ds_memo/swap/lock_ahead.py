@@ -43,7 +43,7 @@ def segments_for(blocks: Sequence[int], held: int, most: int) -> list[int]:
         sizes += [largest] * whole
         segment += rest
     sizes.append(segment)
-    within = []
+    within, most = [], most // pinned_segments.PAGE * pinned_segments.PAGE  # a budget may end inside a page, no segment may
     for nbytes in sizes:
         within.append(min(nbytes, most))
         most -= within[-1]

@@ -77,6 +77,7 @@ def ended() -> bool:
         ([5 * GIB // 2] * 2, 0, 96 * GIB, [GIB, GIB, GIB // 2] * 2),  # but for those that are larger
         ([3 * GIB] * 4, 7 * GIB, 96 * GIB, [GIB] * 6),  # the first two exist
         ([GIB // 2] * 8, 0, 5 * GIB // 2, [GIB, GIB, GIB // 2]),  # the budget
+        ([GIB // 2] * 8, 0, 5 * GIB // 2 + 1, [GIB, GIB, GIB // 2]),  # one that does not end on a page
         ([0, 0], 0, GIB, []),
     ],
 )
