@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import ds_memo
 from ds_memo.deepspeed import sequence
@@ -187,8 +188,7 @@ class TestTwoRanks(DistributedTest):
             sequence.set_up(model, 2)
             ds_memo.attach(model, config(16, 0.0))
             ONE.in_parts(model)
-            act = model.model.layers[1].feed_forward.act_fn
-            model.model.layers[1].feed_forward.act_fn = lambda x: act(x) * act(x).sigmoid()
+            model.model.layers[1].feed_forward.act_fn = nn.Sequential(nn.SiLU(), nn.Sigmoid())
             with pytest.raises(ds_memo.MemoError, match=r"other work in a tile .* Set memo.tile_tokens to 0"):
                 ONE.in_parts(model)
 
