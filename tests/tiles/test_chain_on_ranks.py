@@ -208,3 +208,4 @@ class TestFourRanks(DistributedTest):
         """Kimi's mixers have two heads here."""
         check("kimi_linear", PACKED, 5, 0.5)
         check("qwen3_next", ONE, 8, 0.0)
+        check("falcon_h1", BATCHES[5][1], 4, 0.5)
