@@ -30,7 +30,7 @@ from benchmarks.emulated_process import run_emulated, without_values
 from benchmarks.emulated_time import keeping_time
 from benchmarks.environment import environment
 from benchmarks.layer_backward import function_of
-from benchmarks.peak import at_peak
+from benchmarks.peak import at_peak, source
 from benchmarks.rivals import MIXERS_WHOLE, PLANNED, RIVALS, Budget
 from benchmarks.timing import Trainer
 from benchmarks.workloads import HYBRIDS, batch, build, shapes
@@ -45,11 +45,12 @@ STARTS = {
 }
 """Where searches begin: lengths in GRAIN for each GiB of the device."""
 GRAIN = 1024
-STRIDE = 1.25
+STRIDE = 1.125
 BARS = {MIXERS_WHOLE: 3.0, OFFLOAD: 2.0}
 """Least ratios of ds_memo's longest length and each other's."""
 EQUALLY_FAST = 1.0
 PARTS = {
+    "benchmarks/workloads.py:loss_of": "kept on the device since the forward",
     "tiles/weight_gradients.py": "sums of weight gradients in fp32",
     "tiles/chain.py:_tile_backward": "a tile without attention, forward again and backward",
     "tiles/chain.py:_run_tile": "a tile without attention, forward again and backward",
@@ -61,8 +62,6 @@ PARTS = {
     "tiles/chain.py": "hidden states and their gradient",
     "swap/": "reload buffers",
     "remat/": "layers that run whole",
-    "timing.py": "weights' gradients",
-    "workloads.py:build": "weights",
 }
 """Parts by the begin of a function of a request's stack. The first that is found counts."""
 
@@ -73,8 +72,7 @@ def parts_at_peak(trace: list[dict[str, Any]], unit: int) -> dict[str, float]:
     for event in at_peak(trace).values():
         functions = [function_of(frame) for frame in event["frames"]]
         named = (part for begin, part in PARTS.items() if any(function.startswith(begin) for function in functions))
-        inner = next((function for function in functions if "/torch/" not in function), "autograd")
-        nbytes[next(named, f"other: {inner}")] += event["size"]
+        nbytes[next(named, f"other: {source(event['frames'])}")] += event["size"]
     return {part: round(size / unit, 4) for part, size in nbytes.most_common() if size > unit / 200}
 
 

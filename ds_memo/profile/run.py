@@ -8,11 +8,10 @@ The tuner and `ds-memo profile` both call this module.
 
 from __future__ import annotations
 
-import gc
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from functools import partial
@@ -30,6 +29,7 @@ from ds_memo.profile.layer import measure
 from ds_memo.profile.layer_call import LayerCall
 from ds_memo.profile.layer_kinds import layer_in_words, settings_digest
 from ds_memo.profile.layer_sample import WORKING, LayerSample
+from ds_memo.profile.live import older_objects_aside
 from ds_memo.profile.merge_ranks import most_careful
 from ds_memo.profile.sample import LayerProfile, Profile
 from ds_memo.profile.tile_sample import TileSample
@@ -184,23 +184,8 @@ def take_profile(asked: Asked) -> Profile:
 
 def measure_kinds(asked: Asked) -> tuple[LayerProfile, ...]:
     """Measure the layers, not the copies. Raises Failed if a measurement failed."""
-    with _older_objects_aside():
+    with older_objects_aside(asked.device):
         return tuple(_measure_kind(asked, kind) for kind in asked.calls)
-
-
-@contextmanager
-def _older_objects_aside() -> Iterator[None]:
-    """Within the block gc.collect() looks at objects made inside it alone. Each measurement collects, and the modules of a
-    training script are a million objects, 0.3 s a collection."""
-    gc.collect()
-    if gc.get_freeze_count():  # the user's own, which unfreeze() would give back
-        yield
-        return
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def _wake(device: torch.device) -> None:
