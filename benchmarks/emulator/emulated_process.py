@@ -87,15 +87,15 @@ def without_values(host_gib: float = HOST_GIB) -> None:
     from ds_memo.remat import recipe, same_again
     from ds_memo.sequence import catch_mixers
     from ds_memo.swap import pinned_segments
-    from ds_memo.tiles import probe
+    from ds_memo.tiles import compare, probe
 
     torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN wants a driver
     mixer_kernels.implement("CUDA")
     catch_mixers._INSTEAD.update(mixer_kernels.KERNELS)
     recipe.Observed.note_hidden_writes = lambda observed: None
     same_again._differ = lambda *_: False
-    probe._compare = probe._refuse_others = probe._refuse_hidden_draws = lambda *_: None
-    probe.is_by_token = lambda *_: True
+    probe.compare = probe.refuse_others = probe.refuse_hidden_draws = lambda *_: None
+    compare.is_by_token = lambda *_: True
     pinned_segments.touch = lambda segment: None
     profile_run.WAKING_S = 0.0
     for module in (device_memory, host_memory):

@@ -16,7 +16,7 @@ from ds_memo.logits.head_bytes import BYTES_PER_LOGIT, TILE_BYTES, HeadBytes, he
 from ds_memo.logits.tensor import call_head
 from ds_memo.remat.layer_state import LayerState
 from ds_memo.tiles.around import autocast_now
-from ds_memo.tiles.probe import is_by_token
+from ds_memo.tiles.compare import is_by_token
 from ds_memo.tiles.weight_gradients import see_products_of_zero3
 from ds_memo.units import GIB
 

@@ -31,8 +31,8 @@ from ds_memo.remat.tensors import storage_of, tensor_leaves
 from ds_memo.swap.frame import Frame, lie_alike
 from ds_memo.tiles.around import dropping, without_autocast
 from ds_memo.tiles.attention_call import Gathered
+from ds_memo.tiles.findings import MATRIX
 from ds_memo.tiles.modes import SupplyHeads, may_split_heads
-from ds_memo.tiles.probe import MATRIX
 from ds_memo.tiles.recipes import AttentionRecipe, Output, TiledLayer
 from ds_memo.tiles.weight_gradients import GradientSums
 

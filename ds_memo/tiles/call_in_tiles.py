@@ -27,8 +27,8 @@ from ds_memo.spans import Span
 from ds_memo.swap.frame import Frame, Layout
 from ds_memo.swap.pinned_segments import PAGE
 from ds_memo.tiles.around import aliased, autocast_as, autocast_now, dropping, refuse_create_graph
+from ds_memo.tiles.findings import by_arrival
 from ds_memo.tiles.gradient_owner import is_owned
-from ds_memo.tiles.probe import by_arrival
 from ds_memo.tiles.recipes import TiledLayer
 from ds_memo.tiles.slices import Arguments, hidden_states, part
 from ds_memo.tiles.weight_gradients import GradientSums

@@ -33,8 +33,8 @@ from ds_memo.tiles.around import dropping
 from ds_memo.tiles.attention import TiledAttention
 from ds_memo.tiles.attention_call import AttentionCall, Gathered, run_to_attention, run_with_attention
 from ds_memo.tiles.call_in_tiles import CallInTiles, Tile, memory_for, stored_tiles, with_left
+from ds_memo.tiles.findings import AttentionShapes
 from ds_memo.tiles.modes import LeftRecipe, RecordPost, RecordPre, ReplayPost
-from ds_memo.tiles.probe import AttentionShapes
 from ds_memo.tiles.recipes import SizeRecipes, TileRecipe, analyse
 from ds_memo.tiles.slices import fill, new_whole, part
 from ds_memo.tiles.weight_gradients import GradientSums

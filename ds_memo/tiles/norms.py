@@ -11,7 +11,7 @@ from torch import nn
 from ds_memo.remat.layer_state import unchanged
 from ds_memo.remat.undo import Undoing, stacks_restored
 from ds_memo.spans import spans
-from ds_memo.tiles import probe
+from ds_memo.tiles import compare
 from ds_memo.tiles.around import aliased, autocast_as, autocast_now, dropping, refuse_create_graph
 from ds_memo.tiles.gradient_owner import is_owned
 from ds_memo.tiles.slices import fill, new_whole, part
@@ -56,7 +56,7 @@ class TiledNorm:
             return forward(x)
         if self._by_token is None:
             with unchanged(self._module):
-                self._by_token = not list(self._module.buffers()) and probe.is_by_token(forward, x)
+                self._by_token = not list(self._module.buffers()) and compare.is_by_token(forward, x)
             if not self._by_token:
                 self._warn(
                     f"{type(self._module).__name__} beside the layers runs whole, not in tiles of memo.tile_tokens: it mixes "

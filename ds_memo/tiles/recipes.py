@@ -25,8 +25,8 @@ from ds_memo.sequence.catch_mixers import carrying
 from ds_memo.spans import Span
 from ds_memo.tiles.around import dropping
 from ds_memo.tiles.attention_call import AttentionCall, run_to_attention, run_with_attention
+from ds_memo.tiles.findings import AttentionShapes, Shapes
 from ds_memo.tiles.modes import AnalyseTile
-from ds_memo.tiles.probe import AttentionShapes, Shapes
 from ds_memo.tiles.slices import hidden_states
 from ds_memo.tiles.weight_gradients import see_products_of_zero3
 

@@ -28,9 +28,11 @@ from ds_memo.remat.undo import Undoing
 from ds_memo.sequence.parts import PARTS
 from ds_memo.spans import number_of_spans, spans
 from ds_memo.tiles.chain import ChainedCall
+from ds_memo.tiles.findings import AttentionShapes
 from ds_memo.tiles.layer import TiledCall
-from ds_memo.tiles.probe import LEAST_TOKENS, AttentionShapes, probe, refuse_call
+from ds_memo.tiles.probe import LEAST_TOKENS, probe
 from ds_memo.tiles.recipes import TiledLayer
+from ds_memo.tiles.refuse import refuse_call
 from ds_memo.tiles.slices import Arguments, hidden_states
 
 

@@ -185,8 +185,8 @@ class TestTilesElsewhere(DistributedTest):
     def test_tensor_parallel_ranks(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """They sum products inside the check, to its end, though one of them has refused."""
         want = tensor_parallel.train(tensor_parallel.start())
-        monkeypatch.setattr(probe, "_refuse_escapes", refusing(probe._refuse_escapes, 1))
-        monkeypatch.setattr(probe, "_refuse_others", refusing(probe._refuse_others, 3))
+        monkeypatch.setattr(probe, "refuse_escapes", refusing(probe.refuse_escapes, 1))
+        monkeypatch.setattr(probe, "refuse_others", refusing(probe.refuse_others, 3))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ds_memo.MemoWarning)
             engine = tensor_parallel.start(alpha=0.5, resident_layers=1, tile_tokens=16)

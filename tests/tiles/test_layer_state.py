@@ -80,7 +80,7 @@ def test_the_probe_leaves_no_trace(block: type) -> None:
     compare(block, config(tile=8), quiet=True)
 
 
-@pytest.mark.parametrize("block, check", [(Counts, "_refuse_writes"), (DropsSequences, "_refuse_draws_of_sequences")])
+@pytest.mark.parametrize("block, check", [(Counts, "refuse_writes"), (DropsSequences, "refuse_draws_of_sequences")])
 def test_nothing_else_refuses_them(block: type, check: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, check, lambda *_: None)
     with attached(model := toy(block), quiet=True) as handle:

@@ -15,7 +15,7 @@ from torch import nn
 from ds_memo.remat.op_policy import ATTENTION
 from ds_memo.spans import Span
 from ds_memo.swap.engine import SwapEngine
-from ds_memo.tiles import attention_call, call_in_tiles, layer, modes, probe, recipes, weight_gradients
+from ds_memo.tiles import attention_call, call_in_tiles, layer, modes, probe, recipes, refuse, weight_gradients
 from ds_memo.tiles.layer import TiledCall
 from tests.everyday import everyday
 from tests.faults import put_in
@@ -217,22 +217,22 @@ def test_without_aliases_a_parameters_hook_is_called_for_each_tile(monkeypatch: 
 
 @pytest.mark.parametrize("block", [test_probe.KeepsAnAttribute, test_probe.FillsAList, test_probe.FillsADict])
 def test_escapes_that_are_not_refused(block: type[nn.Module], monkeypatch: Patch) -> None:
-    monkeypatch.setattr(probe, "_refuse_escapes", lambda run: None)
+    monkeypatch.setattr(probe, "refuse_escapes", lambda run: None)
     with pytest.raises((AssertionError, TypeError)):
         test_probe.test_refused(block)
 
 
 def test_router_logits_that_are_not_refused(monkeypatch: Patch) -> None:
     """Mixtral's loss reads the router's logits of all tokens, and a tile has its own, without a graph."""
-    monkeypatch.setattr(probe, "_refuse_escapes", lambda run: None)
-    monkeypatch.setattr(probe, "_is_foreign", lambda hook: False)
+    monkeypatch.setattr(probe, "refuse_escapes", lambda run: None)
+    monkeypatch.setattr(refuse, "is_foreign", lambda hook: False)
     with pytest.raises(TypeError, match="unpack_hook"):
         test_probe.test_router_logits_that_a_loss_reads()
 
 
 def test_a_check_that_compares_nothing(monkeypatch: Patch) -> None:
     """Without the probe's comparison, layers that mix tokens run in tiles and are wrong."""
-    monkeypatch.setattr(probe, "_compare", lambda *args: None)
+    monkeypatch.setattr(probe, "compare", lambda *args: None)
     for block in (test_probe.Convolves, test_probe.ShiftsTokens, test_probe.Recurs, test_probe.MixesHere):
         with pytest.raises(AssertionError):
             test_probe.test_refused(block)
@@ -262,9 +262,9 @@ def test_another_inputs_gradient_of_neighbouring_tokens(monkeypatch: Patch) -> N
 @pytest.mark.parametrize(
     "check, story",
     [
-        ("_refuse_other_gradients", test_probe.test_a_gradient_that_leaves_the_layer_unseen),
-        ("_refuse_others", test_probe.test_a_mask_that_the_layer_cuts),
-        ("_refuse_others", test_probe.test_sequences_first),
+        ("refuse_other_gradients", test_probe.test_a_gradient_that_leaves_the_layer_unseen),
+        ("refuse_others", test_probe.test_a_mask_that_the_layer_cuts),
+        ("refuse_others", test_probe.test_sequences_first),
     ],
 )
 def test_what_the_probe_must_look_at(check: str, story: Callable[[], None], monkeypatch: Patch) -> None:

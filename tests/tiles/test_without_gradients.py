@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import ds_memo
 from ds_memo.remat.tensors import tensor_leaves
-from ds_memo.tiles import probe
+from ds_memo.tiles import norms
 from tests.models import HIDDEN, Batch, Block, Different, Outcome, build, poisoned_memory, step
 from tests.tiles.rig import assert_step, assert_within, attached, compare, layers_of, reasons, small, strict, tiled_layers, toy
 
@@ -275,7 +275,7 @@ def test_a_module_that_is_no_norm_of_tokens_runs_whole(norm: type[nn.Module]) ->
 
 
 def test_without_the_check_it_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "is_by_token", lambda *_: True)
+    monkeypatch.setattr(norms.compare, "is_by_token", lambda *_: True)
     model = small("llama")
     model.model.norm = OverTokens(model.config.hidden_size)
     with pytest.raises((Different, AssertionError)):
