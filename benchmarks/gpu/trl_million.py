@@ -3,6 +3,7 @@
     torchrun --nproc-per-node 8 -m benchmarks.trl_million ours          # on eight GPUs
     torchrun --nproc-per-node 8 -m benchmarks.trl_million trl
     python -m benchmarks.trl_million rehearse                           # both as rank 0 of eight, on the emulated H100
+    python -m benchmarks.trl_million predict                            # both by the estimator
 
 trl    what TRL's example asks for (huggingface/trl, examples/sft_qwen3_8b_1m_context), by the code that runs there: FSDP2 with
        fp32 parameters and bf16 computing, torch's ring attention of context parallelism, Transformers' gradient checkpointing
@@ -208,13 +209,28 @@ def train(options: argparse.Namespace) -> list[dict[str, Any]]:
         import ds_memo
 
         report = ds_memo.report(step.engine)
-        kept = ("alpha", "tiles", "resident_layers", "binding", "stall_s", "host", "warnings")
+        kept = ("alpha", "tiles", "resident_layers", "binding", "step_s", "predicted", "stall_s", "host", "warnings")
         rows[-1] |= {name: report[name] for name in kept}
     return rows
 
 
-def rehearse(options: argparse.Namespace) -> int:
-    """Run both as rank 0 of eight on the emulated device, attention at the rates of cuDNN's kernel, and print the table."""
+def predicted(options: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Return what the estimator says of both ways, of all layers."""
+    from benchmarks.published_runs import DATA, answer, machine, model
+    from ds_memo.estimate.estimate import estimate
+    from ds_memo.estimate.question import Question
+
+    theirs = answer(json.loads(DATA.read_text())["runs"][0] | {"tokens": options.tokens})
+    h100, limit_gib = machine("cudnn"), options.memo.get("device_memory_gib")
+    if limit_gib:
+        h100 = h100.with_device_memory(limit_gib * GIB)
+    mine = estimate(Question(model("qwen3-8b", fused=False), h100, 8, options.tokens))
+    found = {"s": mine.step_s, "gib": mine.device_total / GIB, "host_gib": mine.host_bytes / GIB}
+    return {"trl": {"s": theirs.seconds, "gib": theirs.gib}, "ours": found}
+
+
+def rehearse(options: argparse.Namespace) -> dict[str, Any]:
+    """Run the ways as rank 0 of eight on the emulated device, attention at the rates of cuDNN's kernel."""
     from benchmarks import rehearsal
     from benchmarks.published_runs import machine
 
@@ -231,21 +247,29 @@ def rehearse(options: argparse.Namespace) -> int:
             device = ["--ranks", "8", "--device-gib", options.device_gib, "--hardware", file]
             given = [*device, __file__, *asked, "--memo", json.dumps(options.memo)]
             if code := rehearsal.main([str(word) for word in given]):
-                return code
+                raise SystemExit(code)
             found[way] = json.loads(result.read_text())
-    print(f"\nRank 0 of 8, emulated: {options.layers} layers, {options.tokens:,} tokens. TRL measured 380 s, 56.2 GB (36 layers)")
-    print("| | s a step | GiB | GiB reserved |\n|---|---|---|---|")
-    for way, rows in found.items():
-        print(f"| {way} | {rows[-1]['s']:.1f} | {rows[-1]['gib']:.1f} | {rows[-1]['reserved_gib']:.1f} |")
-    if options.json:
-        said = {"published": PUBLISHED, "memo": options.memo, "hardware": numbers, **found}
-        options.json.write_text(json.dumps(said, indent=1) + "\n")
-    return 0
+    return {"hardware": numbers} | found
+
+
+def show(options: argparse.Namespace, found: dict[str, Any]) -> None:
+    """Print the table: published, emulated if that was done, and predicted."""
+    layers = f"Emulated with {options.layers} of 36 layers as rank 0 of 8. " if "hardware" in found else ""
+    print(f"\n{options.tokens:,} tokens. {layers}Published: TRL 1.13, 1,048,576 tokens, 36 layers")
+    print("| | published s, GiB | emulated s | GiB | GiB reserved | host GiB of the node | predicted s | GiB | host GiB |")
+    print("|---" * 9 + "|")
+    for way in options.ways:
+        rows, told = found.get(way), found["predicted"][way]
+        host = 8 * rows[-1]["host"]["slab"] / GIB if rows and "host" in rows[-1] else None
+        emulated = [rows[-1][name] for name in ("s", "gib", "reserved_gib")] if rows else [None] * 3
+        numbers = [*emulated, host, told["s"], told["gib"], told.get("host_gib")]
+        cells = "" if way == "ours" else "380, 56.2", *("" if x is None else f"{x:,.1f}" for x in numbers)
+        print(f"| {way} | {' | '.join(cells)} |")
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m benchmarks.trl_million", description=__doc__.splitlines()[0])
-    parser.add_argument("way", choices=("ours", "trl", "rehearse"))
+    parser.add_argument("way", choices=("ours", "trl", "rehearse", "predict"))
     parser.add_argument("--layers", type=int, default=36)
     parser.add_argument("--tokens", type=tokens, default=1 << 20)
     parser.add_argument("--steps", type=int, default=5)
@@ -254,8 +278,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--ways", nargs="+", choices=("trl", "ours"), default=("trl", "ours"), help="to rehearse; default: both")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write seconds and memory of each step")
     options = parser.parse_args(arguments)
-    if options.way == "rehearse":
-        return rehearse(options)
+    if options.way in ("rehearse", "predict"):
+        found = {"published": PUBLISHED, "memo": options.memo, "predicted": predicted(options)}
+        if options.way == "rehearse":
+            found |= rehearse(options)
+        show(options, found)
+        if options.json:
+            options.json.write_text(json.dumps(found, indent=1) + "\n")
+        return 0
     rows = train(options)
     if options.json and dist.get_rank() == 0:
         options.json.write_text(json.dumps(rows) + "\n")
