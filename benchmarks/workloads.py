@@ -215,20 +215,21 @@ def attention_through(function: Core) -> Iterator[None]:
         _instead = before
 
 
+def traded(x: torch.Tensor) -> torch.Tensor:
+    """Stand for the all-to-all of (ranks, …): this process keeps its bytes."""
+    return x
+
+
 def heads_to_ranks(x: torch.Tensor, ranks: int) -> torch.Tensor:
     """(b, heads, rows, d) → (b, heads/ranks, ranks·rows, d), as the all-to-all in front of attention moves bytes."""
     if ranks == 1:
         return x
-    b, heads, rows, d = x.shape
-    split = x.reshape(b, ranks, heads // ranks, rows, d).transpose(1, 2)
-    return split.contiguous().view(b, heads // ranks, ranks * rows, d)
+    return traded(x.unflatten(1, (ranks, -1)).movedim(1, 0)).movedim(0, 2).contiguous().flatten(2, 3)
 
 
 def ranks_to_heads(x: torch.Tensor, ranks: int) -> torch.Tensor:
     """The way back: (b, heads/ranks, ranks·rows, d) → (b, rows, heads, d), contiguous."""
-    b, heads, tokens, d = x.shape
-    split = x.reshape(b, heads, ranks, tokens // ranks, d).permute(0, 3, 2, 1, 4)
-    return split.contiguous().view(b, tokens // ranks, ranks * heads, d)
+    return traded(x.unflatten(2, (ranks, -1)).movedim(2, 0)).permute(1, 3, 0, 2, 4).flatten(2, 3).contiguous()
 
 
 def _attention(ranks: int) -> Callable[..., Any]:

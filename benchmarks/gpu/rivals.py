@@ -102,20 +102,21 @@ def checkpointed(model: nn.Module, budget: Budget, keep_attention: bool = False,
 
 
 @contextlib.contextmanager
-def hf_offload(model: nn.Module, budget: Budget) -> Iterator[Installed]:
-    """Also as ``gradient_checkpointing_kwargs`` of a Trainer. It asks for pinned memory everywhere, which a CPU build lacks."""
+def unpinned(device: torch.device) -> Iterator[None]:
+    """Within the block Transformers' offload asks for no pinned memory where a CPU build lacks it."""
     from transformers import modeling_utils
 
-    with checkpointed(model, budget, offload=True):
-        if budget.device.type == "cuda":
-            yield Installed()
-            return
-        theirs = modeling_utils.save_on_cpu
-        modeling_utils.save_on_cpu = lambda pin_memory, device_type: theirs(pin_memory=False, device_type=device_type)
-        try:
-            yield Installed()
-        finally:
-            modeling_utils.save_on_cpu = theirs
+    theirs = modeling_utils.save_on_cpu
+    ours = theirs if device.type == "cuda" else lambda pin_memory, device_type: theirs(pin_memory=False, device_type=device_type)
+    with changed(modeling_utils, "save_on_cpu", ours):
+        yield
+
+
+@contextlib.contextmanager
+def hf_offload(model: nn.Module, budget: Budget) -> Iterator[Installed]:
+    """Also as ``gradient_checkpointing_kwargs`` of a Trainer."""
+    with checkpointed(model, budget, offload=True), unpinned(budget.device):
+        yield Installed()
 
 
 @contextlib.contextmanager
@@ -151,40 +152,20 @@ def async_offload(model: nn.Module, budget: Budget) -> Iterator[Installed]:
 def trl(model: nn.Module, budget: Budget) -> Iterator[Installed]:
     """TRL's example of a million tokens (trl#6846): PyTorch's ring attention, and checkpointing with the copies of async_offload.
 
-    On one rank the ring is of one, with its kernels and sums in fp32; PyTorch has none for CPUs. TRL's chunked loss has nothing
-    to do here, as the workloads' loss reads a few positions.
+    The ring is of one rank, with its kernels and sums in fp32; trl_million.py has it on ranks. TRL's chunked loss has nothing to
+    do here, as the workloads' loss reads a few positions.
     """
-    with async_offload(model, budget) as installed:
-        if budget.device.type != "cuda":
+    from benchmarks.ring import Ring, ring_of_one
+    from benchmarks.workloads import attention_through, heads_to_ranks, ranks_to_heads
+
+    with async_offload(model, budget) as installed, ring_of_one(budget.device) as group:
+
+        def core(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, ranks: int) -> torch.Tensor:
+            q, k, v = (heads_to_ranks(x, ranks) for x in (q, k, v))
+            return ranks_to_heads(Ring.apply(q, k, v, scale, group), ranks)
+
+        with attention_through(core):
             yield installed
-            return
-        with _ring_of_one(budget.device) as ring:
-
-            @contextlib.contextmanager
-            def around() -> Iterator[None]:
-                with installed.around(), ring():
-                    yield
-
-            yield Installed(around)
-
-
-@contextlib.contextmanager
-def _ring_of_one(device: torch.device) -> Iterator[Callable[[], AbstractContextManager]]:
-    """Yield a context in which PyTorch's scaled_dot_product_attention runs around a ring of this rank."""
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor.experimental import context_parallel
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    ours = not dist.is_initialized()
-    if ours:
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
-    mesh, split = DeviceMesh(device.type, [0]), torch.zeros(1, 2, device=device)  # it wants something to split
-    try:
-        yield lambda: context_parallel(mesh, buffers=[split], buffer_seq_dims=[1])
-    finally:
-        if ours:
-            dist.destroy_process_group()
 
 
 def _tiled(forward: Callable[[torch.Tensor], torch.Tensor], parameters: list[nn.Parameter]) -> Callable[..., torch.Tensor]:

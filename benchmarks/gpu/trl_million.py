@@ -3,6 +3,7 @@
     torchrun --nproc-per-node 8 -m benchmarks.trl_million ours          # on eight GPUs
     torchrun --nproc-per-node 8 -m benchmarks.trl_million trl
     python -m benchmarks.trl_million rehearse                           # both as rank 0 of eight, on the emulated H100
+    python -m benchmarks.trl_million predict                            # both by the estimator
 
 trl    what TRL's example asks for (huggingface/trl, examples/sft_qwen3_8b_1m_context), by the code that runs there: FSDP2 with
        fp32 parameters and bf16 computing, torch's ring attention of context parallelism, Transformers' gradient checkpointing
@@ -30,6 +31,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from benchmarks.ring import Ring
 from ds_memo.cli.arguments import tokens
 from ds_memo.units import GIB
 
@@ -37,7 +39,6 @@ PUBLISHED = {"s": 380, "gib": 56.2}
 CHUNK = 256
 """Tokens of the loss in a chunk, as TRL's."""
 CONFIG = Path(__file__).resolve().parents[2] / "ds_configs" / "models" / "qwen3-8b.json"
-aten = torch.ops.aten
 
 
 def config_of(layers: int, length: int) -> Any:
@@ -67,59 +68,8 @@ class Peaks:
 # ---- as TRL
 
 
-class Ring(torch.autograd.Function):
-    """Ring attention by torch's own code for context parallelism, with cuDNN's kernel where it may run, else flash attention."""
-
-    @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-        from torch.distributed.tensor.experimental._context_parallel import _attention as ring
-
-        with_cudnn = torch.backends.cuda.cudnn_sdp_enabled()
-        name = "cudnn" if with_cudnn else "flash"
-        op = getattr(aten, f"_scaled_dot_product_{name}_attention")
-        more = {"attn_bias": None, "compute_log_sumexp": True} if with_cudnn else {}
-        out, lse, *rest = ring._templated_ring_attention(
-            dist.group.WORLD, 2, op, query=q, key=k, value=v, is_causal=True, dropout_p=0.0, scale=scale, **more
-        )
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.rest, ctx.scale, ctx.name = rest, scale, name
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        from torch.distributed.tensor.experimental._context_parallel import _attention as ring
-
-        q, k, v, out, lse = ctx.saved_tensors
-        cum_q, cum_k, max_q, max_k, seed, offset = ctx.rest[:6]
-        op = getattr(aten, f"_scaled_dot_product_{ctx.name}_attention_backward").default
-        more = {"attn_bias": None} if ctx.name == "cudnn" else {}
-        grads = ring._templated_ring_attention_backward(
-            dist.group.WORLD,
-            2,
-            op,
-            grad_out=gradient.contiguous(),
-            grad_out_name="grad_out",
-            query=q,
-            key=k,
-            value=v,
-            out=out,
-            logsumexp=lse,
-            is_causal=True,
-            cum_seq_q=cum_q,
-            cum_seq_k=cum_k,
-            max_q=max_q,
-            max_k=max_k,
-            dropout_p=0.0,
-            philox_seed=seed,
-            philox_offset=offset,
-            scale=ctx.scale,
-            **more,
-        )
-        return *grads[:3], None
-
-
 def ring_attention(module: nn.Module, q: Any, k: Any, v: Any, mask: None, scaling: float, **_: Any) -> tuple[torch.Tensor, None]:
-    return Ring.apply(q, k, v, scaling).transpose(1, 2).contiguous(), None
+    return Ring.apply(q, k, v, scaling, dist.group.WORLD).transpose(1, 2).contiguous(), None
 
 
 class Scored(nn.Module):
@@ -142,38 +92,46 @@ class Scored(nn.Module):
         return F.cross_entropy(self.inner.lm_head(rows).float(), said, reduction="sum")
 
 
-def trl(config: Any, length: int, memo: dict[str, Any], peaks: Peaks) -> Callable[[], None]:
+def as_trl(
+    config: Any, length: int, device: str = "cuda", computes: torch.dtype = torch.bfloat16
+) -> tuple[Scored, tuple[torch.Tensor, ...]]:
+    """Return this rank's shard of the model, without weights, and its part of a batch."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from transformers import AttentionInterface, AutoModelForCausalLM
 
     AttentionInterface.register("torch_ring", ring_attention)
-    if not dist.is_initialized():
-        dist.init_process_group("nccl")
     ranks, rank = dist.get_world_size(), dist.get_rank()
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="torch_ring")
     model.gradient_checkpointing_enable({"use_reentrant": False}, offload=True)
     scored = Scored(model).train()
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16, torch.bfloat16)
-    mesh = init_device_mesh("cuda", (ranks,))
+    policy = MixedPrecisionPolicy(computes, computes, computes)
+    mesh = init_device_mesh(device, (ranks,))
     for part in (*model.model.layers, scored):
         fully_shard(part, mesh=mesh, mp_policy=policy)
-    scored.to_empty(device="cuda")
-    model.model.rotary_emb = type(model.model.rotary_emb)(config, device="cuda")
-    with torch.no_grad():
-        for name, parameter in scored.named_parameters():
-            parameter.fill_(1.0) if "norm" in name else parameter.normal_(0, 0.02)
-    optimizer = torch.optim.AdamW(scored.parameters(), lr=2e-5, fused=True)
+    scored.to_empty(device=device)
+    with torch.device(device):
+        model.model.rotary_emb = type(model.model.rotary_emb)(config)
     generator = torch.Generator().manual_seed(0)
     ids, positions = torch.randint(config.vocab_size, (1, length), generator=generator), torch.arange(length)[None]
     pieces = length // (2 * ranks)  # zigzag: one piece from the front, one from the back
 
     def mine(whole: torch.Tensor) -> torch.Tensor:
         parts = whole.split(pieces, 1)
-        return torch.cat([parts[rank], parts[2 * ranks - 1 - rank]], 1).cuda()
+        return torch.cat([parts[rank], parts[2 * ranks - 1 - rank]], 1).to(device)
 
-    batch = mine(ids), mine(positions), mine(ids.roll(-1, 1))
+    return scored, (mine(ids), mine(positions), mine(ids.roll(-1, 1)))
+
+
+def trl(config: Any, length: int, memo: dict[str, Any], peaks: Peaks) -> Callable[[], None]:
+    if not dist.is_initialized():
+        dist.init_process_group("nccl")
+    scored, batch = as_trl(config, length)
+    with torch.no_grad():
+        for name, parameter in scored.named_parameters():
+            parameter.fill_(1.0) if "norm" in name else parameter.normal_(0, 0.02)
+    optimizer = torch.optim.AdamW(scored.parameters(), lr=2e-5, fused=True)
 
     def step() -> None:
         scored(*batch).backward()
@@ -251,13 +209,28 @@ def train(options: argparse.Namespace) -> list[dict[str, Any]]:
         import ds_memo
 
         report = ds_memo.report(step.engine)
-        kept = ("alpha", "tiles", "resident_layers", "binding", "stall_s", "host", "warnings")
+        kept = ("alpha", "tiles", "resident_layers", "binding", "step_s", "predicted", "stall_s", "host", "warnings")
         rows[-1] |= {name: report[name] for name in kept}
     return rows
 
 
-def rehearse(options: argparse.Namespace) -> int:
-    """Run both as rank 0 of eight on the emulated device, attention at the rates of cuDNN's kernel, and print the table."""
+def predicted(options: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Return what the estimator says of both ways, of all layers."""
+    from benchmarks.published_runs import DATA, answer, machine, model
+    from ds_memo.estimate.estimate import estimate
+    from ds_memo.estimate.question import Question
+
+    theirs = answer(json.loads(DATA.read_text())["runs"][0] | {"tokens": options.tokens})
+    h100, limit_gib = machine("cudnn"), options.memo.get("device_memory_gib")
+    if limit_gib:
+        h100 = h100.with_device_memory(limit_gib * GIB)
+    mine = estimate(Question(model("qwen3-8b", fused=False), h100, 8, options.tokens))
+    found = {"s": mine.step_s, "gib": mine.device_total / GIB, "host_gib": mine.host_bytes / GIB}
+    return {"trl": {"s": theirs.seconds, "gib": theirs.gib}, "ours": found}
+
+
+def rehearse(options: argparse.Namespace) -> dict[str, Any]:
+    """Run the ways as rank 0 of eight on the emulated device, attention at the rates of cuDNN's kernel."""
     from benchmarks import rehearsal
     from benchmarks.published_runs import machine
 
@@ -268,35 +241,51 @@ def rehearse(options: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "h100.json")
         file.write_text(json.dumps({name: {"value": value, "unit": units.get(name, "")} for name, value in numbers.items()}))
-        for way in ("trl", "ours"):
+        for way in options.ways:
             result = Path(folder, f"{way}.json")
             asked = [way, "--layers", options.layers, "--tokens", options.tokens, "--steps", options.steps, "--json", result]
             device = ["--ranks", "8", "--device-gib", options.device_gib, "--hardware", file]
             given = [*device, __file__, *asked, "--memo", json.dumps(options.memo)]
             if code := rehearsal.main([str(word) for word in given]):
-                return code
+                raise SystemExit(code)
             found[way] = json.loads(result.read_text())
-    print(f"\nRank 0 of 8, emulated: {options.layers} layers, {options.tokens:,} tokens. TRL measured 380 s, 56.2 GB (36 layers)")
-    print("| | s a step | GiB | GiB reserved |\n|---|---|---|---|")
-    for way, rows in found.items():
-        print(f"| {way} | {rows[-1]['s']:.1f} | {rows[-1]['gib']:.1f} | {rows[-1]['reserved_gib']:.1f} |")
-    if options.json:
-        options.json.write_text(json.dumps({"published": PUBLISHED, "hardware": numbers, **found}, indent=1) + "\n")
-    return 0
+    return {"hardware": numbers} | found
+
+
+def show(options: argparse.Namespace, found: dict[str, Any]) -> None:
+    """Print the table: published, emulated if that was done, and predicted."""
+    layers = f"Emulated with {options.layers} of 36 layers as rank 0 of 8. " if "hardware" in found else ""
+    print(f"\n{options.tokens:,} tokens. {layers}Published: TRL 1.13, 1,048,576 tokens, 36 layers")
+    print("| | published s, GiB | emulated s | GiB | GiB reserved | host GiB of the node | predicted s | GiB | host GiB |")
+    print("|---" * 9 + "|")
+    for way in options.ways:
+        rows, told = found.get(way), found["predicted"][way]
+        host = 8 * rows[-1]["host"]["slab"] / GIB if rows and "host" in rows[-1] else None
+        emulated = [rows[-1][name] for name in ("s", "gib", "reserved_gib")] if rows else [None] * 3
+        numbers = [*emulated, host, told["s"], told["gib"], told.get("host_gib")]
+        cells = "" if way == "ours" else "380, 56.2", *("" if x is None else f"{x:,.1f}" for x in numbers)
+        print(f"| {way} | {' | '.join(cells)} |")
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m benchmarks.trl_million", description=__doc__.splitlines()[0])
-    parser.add_argument("way", choices=("ours", "trl", "rehearse"))
+    parser.add_argument("way", choices=("ours", "trl", "rehearse", "predict"))
     parser.add_argument("--layers", type=int, default=36)
     parser.add_argument("--tokens", type=tokens, default=1 << 20)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--memo", type=json.loads, default={}, metavar="JSON", help='more of the "memo" section')
     parser.add_argument("--device-gib", type=float, default=80.0, help="of the emulated device; default: 80")
+    parser.add_argument("--ways", nargs="+", choices=("trl", "ours"), default=("trl", "ours"), help="to rehearse; default: both")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write seconds and memory of each step")
     options = parser.parse_args(arguments)
-    if options.way == "rehearse":
-        return rehearse(options)
+    if options.way in ("rehearse", "predict"):
+        found = {"published": PUBLISHED, "memo": options.memo, "predicted": predicted(options)}
+        if options.way == "rehearse":
+            found |= rehearse(options)
+        show(options, found)
+        if options.json:
+            options.json.write_text(json.dumps(found, indent=1) + "\n")
+        return 0
     rows = train(options)
     if options.json and dist.get_rank() == 0:
         options.json.write_text(json.dumps(rows) + "\n")

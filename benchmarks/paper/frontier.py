@@ -1,8 +1,9 @@
 """The longest sequence of Llama-3-8B on eight H100, beside UPipe's measurement: python -m benchmarks.frontier [FILE.json]
 
 UPipe (arXiv 2602.21196) measured 5 Mi tokens and recomputes attention, as all that checkpoints whole layers. ds_memo's rows are
-estimated: with host memory alone, and with drives; where no layer recomputes attention, and where some may. Beside each stands
-the same step with all layers checkpointed, MLP in tiles, and copies that hide. Both have FlashAttention-3's rates.
+estimated: with host memory alone, and with drives; where no layer recomputes attention, and where some may, as in a run that sets
+nothing. One row has the host memory with which no layer would at UPipe's length. Beside each stands the same step with all layers
+checkpointed, MLP in tiles, and copies that hide. Both have FlashAttention-3's rates.
 """
 
 from __future__ import annotations
@@ -24,21 +25,50 @@ DRIVES = {"nvme_memory": 15000 * GIB, "nvme_write": 48e9, "nvme_read": 48e9}
 UPIPE, KERNEL = 5 << 20, "fa3"
 
 
-def longest(asked: Question, recomputes: bool) -> Estimate | None:
-    """Return the longest that fits.
+def fits(asked: Question, recomputes: bool) -> Estimate | None:
+    """Return the estimate if it fits.
 
     Args:
         recomputes: layers may recompute attention.
     """
+    tried = estimate(asked)
+    return tried if tried.status == OK and (recomputes or not tried.placed["attention_recomputed"]) else None
+
+
+def longest(asked: Question, recomputes: bool) -> Estimate | None:
+    """Return the longest that fits."""
     found, low, high = None, 0, 16 << 20
     while high - low > QUARTER:
         middle = (low + high) // (2 * QUARTER) * QUARTER
-        tried = estimate(replace(asked, seq_length=middle))
-        if tried.status == OK and (recomputes or not tried.placed["attention_recomputed"]):
+        if tried := fits(replace(asked, seq_length=middle), recomputes):
             found, low = tried, middle
         else:
             high = middle
     return found
+
+
+def smallest_host(asked: Question) -> Estimate | None:
+    """Return the estimate with the least host memory for activations, to 16 GiB, with which no layer recomputes attention."""
+    found, low, high = None, 0, 8192
+    while high - low > 16:
+        middle = (low + high) // 2
+        if tried := fits(replace(asked, host_memory=middle * GIB), recomputes=False):
+            found, high = tried, middle
+        else:
+            low = middle
+    return found
+
+
+def host_parts(found: Estimate) -> dict[str, float]:
+    """Return the bytes of a node's host memory and drives by part."""
+    assert found.run is not None
+    stored = [pair for pair in zip(found.run.layers, found.placements, strict=True) if not pair[1].kind.on_device]
+    parts = {
+        "hidden states": sum(layer.nbytes("input") for layer, _ in stored),
+        "attention's outputs": sum(layer.attention_bytes for layer, of in stored if not of.kind.recomputes_attention),
+    }
+    parts["GEMM outputs"] = sum(layer.host_bytes(of) for layer, of in stored) - sum(parts.values())
+    return {name: nbytes * found.question.ranks_on_node for name, nbytes in parts.items()}
 
 
 def row(name: str, found: Estimate | None) -> dict[str, Any]:
@@ -61,8 +91,11 @@ def row(name: str, found: Estimate | None) -> dict[str, Any]:
         "step_s": found.step_s,
         "checkpointed_s": answer(rival | {"tokens": tokens}).seconds,
         "attention_recomputed": found.placed["attention_recomputed"],
+        "on_device": found.placed["on_device"] + found.placed["without_gemms"],
         "device_gib": found.device_total / GIB,
         "host_gib": found.host_bytes / GIB,
+        "host_budget_gib": found.question.host_bytes / GIB,
+        "stored_gib": {name: nbytes / GIB for name, nbytes in host_parts(found).items()},
         "nvme_gib": found.nvme_bytes / GIB,
         "nvme_tb_per_day": found.written_a_day / 1e12,
         "binding": found.binding,
@@ -76,17 +109,21 @@ def main(out: str | None = None) -> None:
             for where, node in (("host", asked), ("host and drives", drives))]  # fmt: skip
     rows = [row(name, longest(node, recomputes)) for name, node, recomputes in ways]
     rows += [row(f"{where}, UPipe's length", estimate(node)) for where, node in (("host", asked), ("host and drives", drives))]
+    rows.append(row("larger host, UPipe's length, attention once", smallest_host(asked)))
     print("Estimated, not measured; h100.json's rates, 2,048 GiB of host memory, drives of 15,000 GiB and 48 GB/s")
-    head = "tokens", "step s", "checkpointed, s", "layers that recompute attention", "device, host, drives GiB"
+    head = ("tokens", "step s", "checkpointed, s", "layers that recompute attention", "that stay on the device")
+    head += ("device, host, drives GiB", "host's budget", "stored: hidden states, attention's outputs, GEMM outputs")
     print(f"| ds_memo | {' | '.join(head)} |")
-    print("|---|---|---|---|---|---|")
+    print("|---" * (len(head) + 1) + "|")
     for found in rows:
         if not found["tokens"]:
             print(f"| {found['name']} | none |")
             continue
         sizes = ", ".join(f"{found[f'{place}_gib']:,.0f}" for place in ("device", "host", "nvme"))
+        stored = ", ".join(f"{gib:,.0f}" for gib in found["stored_gib"].values())
         numbers = f"{found['tokens'] / 2**20:.4g} Mi | {found['step_s']:,.0f} | {found['checkpointed_s']:,.0f}"
-        print(f"| {found['name']} | {numbers} | {found['attention_recomputed']} of 32 | {sizes} |", flush=True)
+        layers = f"{found['attention_recomputed']} of 32 | {found['on_device']}"
+        print(f"| {found['name']} | {numbers} | {layers} | {sizes} | {found['host_budget_gib']:,.0f} | {stored} |", flush=True)
     if out:
         said = {"estimated": True, "hardware": "h100", "kernel": KERNEL, "gpus": 8, "rows": rows}
         Path(out).write_text(json.dumps(said, indent=1) + "\n")

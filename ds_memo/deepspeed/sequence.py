@@ -100,7 +100,7 @@ def set_up(model: nn.Module, size: int, ulysses: int | None = None) -> ModuleTyp
     """
     from ds_memo.hf.sequence import Decoder  # imports Transformers
 
-    if not dist.is_initialized():
+    if not deepspeed.comm.is_initialized():  # its own, which torch's group may come before (Accelerate on CPUs)
         deepspeed.init_distributed()
     check(size, ulysses, dist.get_world_size())
     config = getattr(model, "config", None)

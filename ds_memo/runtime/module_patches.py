@@ -46,7 +46,10 @@ class ModulePatches:
         return run(forward, *args, **kwargs)
 
     def without_gradients(self, module: nn.Module, run: Callable[..., Any]) -> None:
-        """Have a layer's calls without gradients come to ``run(forward, *args, **kwargs)``, too. Only Hugging Face's do not."""
+        """Have a layer's calls without gradients come to ``run(forward, *args, **kwargs)``, too. Only Hugging Face's do not.
+
+        Where dynamo traces the call, nothing changes: compiled layers run whole.
+        """
         if not is_huggingface_layer(module):
             return
         own = module.forward
@@ -54,7 +57,7 @@ class ModulePatches:
         def forward(*args: Any, **kwargs: Any) -> Any:
             return own(*args, **kwargs) if torch.is_grad_enabled() else run(own, *args, **kwargs)
 
-        self._set(module, "forward", Patched(forward, own))
+        self._set(module, "forward", Patched(forward, own, functools.partial(_under_dynamo, own)))
 
     @functools.cached_property
     def compilers(self) -> Compilers:
@@ -199,6 +202,16 @@ def _keep_dynamo_out() -> None:
 
 def nothing(*args: Any) -> None:
     pass
+
+
+def _under_dynamo(fn: Callable[..., Any], callback: Any, *args: Any, **kwargs: Any) -> Any:
+    from torch._C._dynamo.eval_frame import set_eval_frame
+
+    set_eval_frame(callback)
+    try:
+        return fn(*args, **kwargs)
+    finally:
+        set_eval_frame(None)
 
 
 def _same(value: Any) -> Any:

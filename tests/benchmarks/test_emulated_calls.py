@@ -67,11 +67,11 @@ def test_a_value_read_in_a_users_hook_is_found_and_is_not_ours(capfd: pytest.Cap
     assert made_by(found, "ds_memo", *SYNCHRONIZING) == {}
 
 
-MOST_PER_LAYER = {WAIT_OF_COMPUTE: 2, "cudaStreamWaitEvent": 7, "cudaEventRecord": 10, "cudaMemcpyAsync": 9, "set stream": 18}
+MOST_PER_LAYER = {WAIT_OF_COMPUTE: 2, "cudaStreamWaitEvent": 7, "cudaEventRecord": 10, "cudaMemcpyAsync": 10, "set stream": 0}
 
 
 def test_calls_of_a_layer(capfd: pytest.CaptureFixture[str]) -> None:
-    """For four swapped layers of six, and six kept tensors in each."""
+    """For four swapped layers of six, and six kept tensors in each. 1.3 of the copies are the last norm's, in four tiles."""
     found = ran(capfd, "syncs", "gpt7b", "16384", "--memo", SWAPPING)
     per_layer = {name: sum(made_by(found, "ds_memo", name).values()) / LAYERS for name in PER_LAYER}
     assert {name: n for name, n in per_layer.items() if n > MOST_PER_LAYER[name]} == {}

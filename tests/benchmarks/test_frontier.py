@@ -17,6 +17,7 @@ ASKED = Question(model("llama3-8b", fused=True), machine("fa3"), 8, 1 << 20)
 def test_a_step_without_recomputed_attention_is_shorter() -> None:
     found = frontier.row("here", estimate(ASKED))
     assert found["attention_recomputed"] == 0 and 0.6 < found["step_s"] / found["checkpointed_s"] < 0.9
+    assert sum(found["stored_gib"].values()) == pytest.approx(found["host_gib"])
 
 
 def test_where_the_host_is_small_attention_once_ends_earlier() -> None:
@@ -25,3 +26,10 @@ def test_where_the_host_is_small_attention_once_ends_earlier() -> None:
     assert once is not None and any_ is not None
     assert once.placed["attention_recomputed"] == 0 < any_.placed["attention_recomputed"]
     assert once.question.seq_length < any_.question.seq_length
+
+
+def test_with_less_than_the_smallest_host_attention_is_recomputed() -> None:
+    found = frontier.smallest_host(ASKED)
+    assert found is not None and frontier.fits(found.question, recomputes=False)
+    less = replace(ASKED, host_memory=found.question.host_bytes - 16 * GIB)
+    assert frontier.fits(less, recomputes=False) is None and frontier.fits(less, recomputes=True)

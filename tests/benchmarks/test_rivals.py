@@ -1,17 +1,23 @@
 """Every rival of the GPU benchmarks computes what stock computes; one that did not would make the comparison void."""
 
+import copy
 import dataclasses
 
 import pytest
 import torch
+import torch.distributed as dist
 from deepspeed.runtime.sequence_parallel import ulysses_sp
+from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor.experimental._context_parallel import _attention as torchs_ring
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks import head_groups, input_offload, paper_memo, workloads
+from benchmarks import head_groups, input_offload, paper_memo, ring, trl_million, workloads
 from benchmarks.noise import distance
-from benchmarks.rivals import RIVALS, Budget, Installed
+from benchmarks.rivals import RIVALS, Budget, Installed, unpinned
 from benchmarks.timing import Trainer
 from ds_memo.remat import op_policy
+from ds_memo.remat.undo import changed
+from tests.distributed_harness.common import ON_CPU, DistributedTest
 from tests.everyday import everyday
 
 CPU = torch.device("cpu")
@@ -167,6 +173,80 @@ def test_a_group_with_anothers_result_shows(stock, monkeypatch):
     with RIVALS["upipe"].on(trainer.model, budget(shape)) as installed:
         _, got = trainer.gradients(installed)
     assert max(distance(got, want).values()) > 100 * FP32
+
+
+def test_a_ring_that_swaps_gradients_shows(stock, monkeypatch):
+    """The negative control: what goes around has those of keys and values in each other's place."""
+    shape, trainer, _, want = stock("llama8b")
+    sent = ring._Own.exchange_buffers
+    monkeypatch.setattr(ring._Own, "exchange_buffers", lambda own, x: sent(own, x.roll(x.numel() // 2)))
+    with RIVALS["trl"].on(trainer.model, budget(shape)) as installed:
+        _, got = trainer.gradients(installed)
+    assert max(distance(got, want).values()) > 100 * FP32
+
+
+def over_ranks(x):
+    """The all-to-all whose place workloads.traded takes, with a backward."""
+    return dist.nn.all_to_all_single(torch.empty_like(x, memory_format=torch.contiguous_format), x.contiguous())
+
+
+@pytest.mark.skipif(not ON_CPU, reason="two CPU ranks")
+class TestTwoRanks(DistributedTest):
+    """Two ranks share a sequence. Gradients of every parameter beside the stock model's on one rank, both in fp32."""
+
+    world_size = 2
+
+    def test_trl(self):
+        """Shards, the ring, offloaded checkpoints and the loss in chunks: all that benchmarks.trl_million trains with."""
+        stock = workloads.build(dataclasses.replace(workloads.shapes(CPU)["llama8b"], layers=2), CPU)
+        stock.set_attn_implementation("sdpa")
+        length, trl_million.CHUNK = 48, 8  # three chunks of a rank's tokens
+        with unpinned(CPU):
+            scored, batch = trl_million.as_trl(copy.deepcopy(stock.config), length, "cpu", torch.float32)
+        ids = torch.randint(512, (1, length), generator=torch.Generator().manual_seed(0))
+        labels = ids.roll(-1, 1)
+        torch.nn.functional.cross_entropy(stock(input_ids=ids, use_cache=False).logits[0], labels[0]).backward()
+        want = {name: p.grad for name, p in stock.named_parameters()}
+        for name, p in scored.named_parameters():
+            whole = stock.get_parameter(name.removeprefix("inner."))
+            p.data.to_local().copy_(distribute_tensor(whole.data, p.device_mesh, p.placements).to_local())
+
+        def far():
+            scored.zero_grad()
+            with unpinned(CPU):
+                scored(*batch).backward()
+            got = {name.removeprefix("inner."): p.grad.full_tensor() for name, p in scored.named_parameters()}
+            assert got.keys() == want.keys()
+            return max(distance(got, want).values())
+
+        assert far() <= FP32
+        with changed(torchs_ring, "_create_rotater", ring._Own):  # the negative control: each rank keeps its keys and values
+            assert far() > 100 * FP32
+
+    @pytest.mark.parametrize("family, groups", [("gpt7b", 4), ("llama8b", 1)])
+    def test_upipe(self, family, groups):
+        """Groups of heads with their projections, traded group by group."""
+        shape = dataclasses.replace(workloads.shapes(CPU)[family], layers=2)
+        stock = workloads.build(shape, CPU)
+        model, rank = copy.deepcopy(stock), dist.get_rank()
+        ids, positions = workloads.batch(shape, 48, CPU), torch.arange(48)[None]
+        stock(input_ids=ids, use_cache=False).logits.square().mean().backward()
+        want = {name: p.grad for name, p in stock.named_parameters()}
+
+        def far():
+            model.zero_grad()
+            with RIVALS["upipe"].on(model, dataclasses.replace(budget(shape), ranks=2)) as installed, installed.around():
+                part, places = (x.chunk(2, 1)[rank] for x in (ids, positions))
+                with Counted(op_policy.ATTENTION) as counted:
+                    model(input_ids=part, position_ids=places, use_cache=False).logits.square().mean().backward()
+            for p in model.parameters():
+                dist.all_reduce(p.grad)
+            assert counted.calls == 2 * shape.layers * groups
+            return max(distance({name: p.grad / 2 for name, p in model.named_parameters()}, want).values())
+
+        with changed(workloads, "traded", over_ranks):
+            assert far() <= FP32
+        assert far() > 100 * FP32  # the negative control: heads stay where they are
 
 
 @pytest.mark.parametrize("name", ["async_offload", "alst, async", "upipe", "trl"])

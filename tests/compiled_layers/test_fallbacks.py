@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -13,9 +14,11 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 import ds_memo
+from ds_memo.runtime import passes
 from tests.compiled_layers.rig import compiled, layers_of, run
 from tests.inside import kinds_of_recipes, recipe_of
-from tests.models import HIDDEN, Batch, Block, Toy, assert_same, step
+from tests.models import HIDDEN, Batch, Block, Toy, assert_same, build, step
+from tests.tiles import test_chain as hybrids
 
 
 class Breaks(Block):
@@ -123,12 +126,29 @@ def test_one_layer_of_many() -> None:
     assert recipes == ["CompiledRecipe", "Recipe", "CompiledRecipe", "CompiledRecipe"]
 
 
-def test_tiles_are_refused_by_name() -> None:
+@pytest.mark.filterwarnings("ignore::ds_memo.MemoWarning")
+@pytest.mark.parametrize("build_model", [Toy, functools.partial(build, "llama"), functools.partial(hybrids.build, "nemotron_h")])
+def test_tiles_are_refused_by_name(build_model: Callable[[], nn.Module]) -> None:
+    """Blocks, which memo calls; Transformers' layers, which call memo; and those of a hybrid."""
     torch._dynamo.reset()
-    model = compiled(Toy(), backend="aot_eager")
+    model = compiled(build_model(), backend="aot_eager")
     ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 0, "tile_tokens": 16})
     with pytest.raises(ds_memo.MemoError, match=r"memo\.tile_tokens: layers in tiles run part by part.*leave layers uncompiled"):
         run(model, Batch.random(2, 17))
+
+
+@pytest.mark.filterwarnings("ignore::ds_memo.MemoWarning")
+def test_a_long_evaluation_leaves_layers_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Uncompiled layers of Transformers come to memo from then on, without gradients too."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(passes, "LONG", 16)
+    model = compiled(build("llama"), backend="aot_eager")
+    handle = ds_memo.attach(model, {"resident_layers": 0})
+    batch = Batch.random(2, 17)
+    with torch.no_grad():
+        model(inputs_embeds=batch.embeds)
+    run(model, batch)
+    assert set(kinds_of_recipes(handle)) == {"CompiledRecipe"} and not handle.report()["tiles"]
 
 
 def test_a_layer_that_raises() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -214,6 +215,19 @@ def gradients_in_groups(name, ranks, groups, **shape):
     assert len(report["tiles"]["layers"]) == len(inside(handle).layers) and report["attention_recomputed"] == 0
     handle.detach()
     return found, ran, report["warnings"]
+
+
+class TestGroupsOfTorch(DistributedTest):
+    world_size = 2
+    init_distributed = False
+
+    def test_deepspeed_takes_them(self, tmp_path):
+        """Accelerate makes them on CPUs before DeepSpeed is asked."""
+        rank = int(os.environ["RANK"])
+        torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=rank, world_size=2)
+        parts = build("llama")
+        sequence.set_up(parts, 2)
+        assert_same_grads(gradients_of_parts(parts), whole_gradients(build("llama")), FP32)
 
 
 class TestHeadGroups(DistributedTest):

@@ -12,12 +12,16 @@ import torch
 from ds_memo.nvme import direct_files
 from ds_memo.runtime.attach import attach
 from ds_memo.swap.streams import ThreadStreams
+from tests import architectures
 from tests.everyday import everyday
 from tests.inside import inside
 from tests.models import Batch, build
 from tests.nvme.rig import FILES_GIB, FRAMES, Watched, attached_with_files, host_of, late_files
+from tests.sequence.float64 import float64
 from tests.swap.delayed import DelayedStreams
 from tests.swap.rig import HOST, attached, gradients
+from tests.tiles import test_chain as hybrids
+from tests.tiles.rig import assert_within
 
 pytestmark = pytest.mark.filterwarnings("ignore::ds_memo.MemoWarning")
 LAYERS = 6
@@ -87,6 +91,32 @@ def test_gradients_are_the_host_homes(name, alpha, residents, tile, tmp_path):
         assert memo.slab.peak_used <= memo.slab.budget.nbytes
         assert memo.report()["nvme"]["bytes_written"] >= memo.report()["nvme"]["bytes_read"] > 0
     assert_equal(gradients(model), wanted)
+
+
+HYBRIDS = [("qwen3_next", 0.0), ("falcon_h1", 0.0), ("nemotron_h", 0.0), ("lfm2", 1.0)]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("name", "alpha"), everyday(HYBRIDS, HYBRIDS[:1]))
+def test_what_tiles_of_hybrids_leave_each_other_comes_back(name, alpha, tmp_path):
+    """A tile's frame also has its halo and its state, whose gradients are stock's."""
+    with float64():
+        model, ids = hybrids.build(name), torch.randint(3, architectures.VOCAB, hybrids.BATCH)
+        loss, config = lambda: model(input_ids=ids, labels=ids).loss.backward(), settings(alpha, 0, 8)
+        loss()
+        wanted, Watched.largest = gradients(model), 0
+        model.zero_grad()
+        with attached(model, ThreadStreams(), config, slab=Watched) as memo:
+            loss()
+            host = max(3 * Watched.largest, memo.slab.peak_used // 2)
+        with late_files(0), attached_with_files(model, DelayedStreams(0), config, tmp_path, host) as memo:
+            for _ in range(2):
+                model.zero_grad()
+                loss()
+                assert_within(gradients(model), wanted, hybrids.EXACT)
+            report = memo.report()
+    hybrids.assert_was_tiled(report)
+    assert report["nvme"]["bytes_written"] >= report["nvme"]["bytes_read"] > 0
 
 
 @pytest.mark.slow
