@@ -20,8 +20,10 @@ HOST_GIB = 115
 
 
 def compiled(folder: Path, headers: Path) -> Path:
-    """Compile the stand-in, under the one name that torch looks for besides those of the runtime."""
+    """Compile the stand-in, unless it is there, under the one name that torch looks for besides those of the runtime."""
     library = folder / "libcuda.so.1"
+    if library.exists():
+        return library
     command = [*compiler(), "-std=c++17", "-O1", "-shared", "-fPIC", "-w", f"-I{headers}", str(HERE / "emulator.cpp")]
     subprocess.run([*command, "-o", str(library)], check=True)
     return library
@@ -43,11 +45,14 @@ def environment(folder: Path, headers: Path, device_gib: float) -> dict[str, str
     }
 
 
-def run_emulated(module: str, arguments: list[str], device_gib: float, lock_gib: float | None = None) -> int:
+def run_emulated(
+    module: str, arguments: list[str], device_gib: float, lock_gib: float | None = None, compiled_in: Path | None = None
+) -> int:
     """Run a module in a process whose CUDA is the stand-in; print why and return 2 if there can be none.
 
     Args:
         lock_gib: host memory that can be locked; None: any.
+        compiled_in: a folder that keeps what is compiled for further processes; None: it is compiled for this one.
 
     Raises:
         subprocess.TimeoutExpired: it runs for more seconds than the environment's EMULATED_LIMIT_S.
@@ -58,11 +63,12 @@ def run_emulated(module: str, arguments: list[str], device_gib: float, lock_gib:
         why = torch if python is None else "no CUDA runtime headers: neither a toolkit nor the packages of a CUDA build of torch"
         print(f"{module.rpartition('.')[2]}: {why}", file=sys.stderr)
         return 2
-    with tempfile.TemporaryDirectory() as folder:
-        given = environment(Path(folder), headers, device_gib)
+    with tempfile.TemporaryDirectory() as own:
+        folder = compiled_in or Path(own)
+        given = environment(folder, headers, device_gib)
         if lock_gib is not None:
             given["EMULATED_LOCK_GIB"] = str(lock_gib)
-        given["XDG_CACHE_HOME"] = folder  # never the user's: no profile made here is of a GPU
+        given["XDG_CACHE_HOME"] = str(folder)  # never the user's: no profile made here is of a GPU
         given["PYTHONPATH"] = f"{REPO}:{os.environ.get('PYTHONPATH', '')}"
         limit_s = float(os.environ.get("EMULATED_LIMIT_S", 0)) or None
         command = [python, "-m", module, *arguments]

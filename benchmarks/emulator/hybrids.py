@@ -5,8 +5,9 @@
 
 For each width and budget (GiB of the device / of the host) three ways are searched for their longest length: ds_memo as it is,
 with layers without attention whole, and checkpointing with layer inputs on the host. Then ds_memo trains where whole layers end.
-The allocator's history of a step at three quarters of its longest length says what stands at the peak. Figures are the
-emulator's, none is a GPU's. Parts that a file has already are not run again.
+At the first budget the allocator's history of a step at three quarters of ds_memo's longest length says what stands at the peak.
+Figures are the emulator's, none is a GPU's. Each point runs in a process of its own. Points that the file has are not run again:
+name a new one to run all.
 """
 
 from __future__ import annotations
@@ -16,18 +17,20 @@ import collections
 import json
 import sys
 import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks import results
-from benchmarks.capacity import longest, search_here
+from benchmarks.capacity import Search, begin, longest, probe
 from benchmarks.emulated_process import run_emulated, without_values
 from benchmarks.emulated_time import keeping_time
 from benchmarks.environment import environment
 from benchmarks.layer_backward import function_of
-from benchmarks.peak import at_peak
+from benchmarks.peak import at_peak, source
 from benchmarks.rivals import MIXERS_WHOLE, PLANNED, RIVALS, Budget
 from benchmarks.timing import Trainer
 from benchmarks.workloads import HYBRIDS, batch, build, shapes
@@ -35,12 +38,19 @@ from ds_memo.estimate import hardware
 from ds_memo.units import GIB
 
 OFFLOAD = "hf_offload"
-STARTS = {PLANNED: 1 << 18, MIXERS_WHOLE: 1 << 16, OFFLOAD: 1 << 16}
-"""Where searches begin."""
+STARTS = {
+    OFFLOAD: {"qwen3next": 3.6, "nemotronh": 2.5},
+    MIXERS_WHOLE: {"qwen3next": 4, "nemotronh": 2.5},
+    PLANNED: {"qwen3next": 15, "nemotronh": 14},
+}
+"""Where searches begin: lengths in GRAIN for each GiB of the device."""
+GRAIN = 1024
+STRIDE = 1.125
 BARS = {MIXERS_WHOLE: 3.0, OFFLOAD: 2.0}
 """Least ratios of ds_memo's longest length and each other's."""
 EQUALLY_FAST = 1.0
 PARTS = {
+    "benchmarks/workloads.py:loss_of": "kept on the device since the forward",
     "tiles/weight_gradients.py": "sums of weight gradients in fp32",
     "tiles/chain.py:_tile_backward": "a tile without attention, forward again and backward",
     "tiles/chain.py:_run_tile": "a tile without attention, forward again and backward",
@@ -52,8 +62,6 @@ PARTS = {
     "tiles/chain.py": "hidden states and their gradient",
     "swap/": "reload buffers",
     "remat/": "layers that run whole",
-    "timing.py": "weights' gradients",
-    "workloads.py:build": "weights",
 }
 """Parts by the begin of a function of a request's stack. The first that is found counts."""
 
@@ -64,8 +72,7 @@ def parts_at_peak(trace: list[dict[str, Any]], unit: int) -> dict[str, float]:
     for event in at_peak(trace).values():
         functions = [function_of(frame) for frame in event["frames"]]
         named = (part for begin, part in PARTS.items() if any(function.startswith(begin) for function in functions))
-        inner = next((function for function in functions if "/torch/" not in function), "autograd")
-        nbytes[next(named, f"other: {inner}")] += event["size"]
+        nbytes[next(named, f"other: {source(event['frames'])}")] += event["size"]
     return {part: round(size / unit, 4) for part, size in nbytes.most_common() if size > unit / 200}
 
 
@@ -88,63 +95,94 @@ def peak(workload: str, length: int, rival: str, budget: Budget) -> dict[str, An
 
 
 def child(options: argparse.Namespace) -> None:
-    """Run one part in this process, whose CUDA is the emulator's, and write what it found."""
+    """Run one point in this process, whose CUDA is the emulator's, and write what it found."""
     without_values(options.host_gib)
-    device, found = torch.device("cuda", 0), []
-    with keeping_time(hardware.load("h200")), tempfile.TemporaryDirectory() as cache:
-        budget = Budget(device, int(options.host_gib * GIB), int(options.device_gib * GIB), bandwidth=50e9, cache_dir=cache)
+    device = torch.device("cuda", 0)
+    shape = shapes(device)[options.workload]
+    with keeping_time(hardware.load("h200")):
+        gib = options.host_gib, options.device_gib
+        budget = Budget(device, *(int(of * GIB) for of in gib), bandwidth=50e9, cache_dir=str(options.profile))
         if options.child == "peak":
-            results.write(options.output, peak(options.workload, options.length, options.rival, budget), unfinished=False)
-            return
-
-        def tell(probe: dict[str, Any]) -> None:
-            found.append({name: probe.get(name) for name in ("length", "fits", "steps", "step_s", "device_peak", "why")})
-            report = probe.get("report") or {}
-            found[-1] |= {name: report.get(name) for name in ("alpha", "resident_layers", "tiles", "binding")}
-            print(f"    {options.rival}: {json.dumps(found[-1])}", file=sys.stderr, flush=True)
-            results.write(options.output, {"probes": found, "torch": torch.__version__}, unfinished=True)
-
-        lengths = [options.length] if options.length else []
-        search_here(shapes(device)[options.workload], options.rival, budget, tell, lengths, STARTS[options.rival])
-        results.write(options.output, {"probes": found, "torch": torch.__version__}, unfinished=False)
+            found = peak(options.workload, options.length, options.rival, budget)
+        else:
+            model, _ = begin(shape, options.rival, budget)
+            found = probe(shape, options.length, options.rival, budget, model, options.steps - 1)
+            report = found.pop("report", None) or {}
+            found |= {name: report.get(name) for name in ("alpha", "resident_layers", "tiles", "binding")}
+    results.write(options.output, found, unfinished=False)
 
 
-def run_part(what: str, workload: str, rival: str, gib: tuple[float, float], length: int = 0) -> dict[str, Any]:
-    """Run a part in a process of its own."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "part.json"
-        given = {"child": what, "workload": workload, "rival": rival, "length": length, "output": path}
-        given |= {"device-gib": gib[0], "host-gib": gib[1]}
-        status = run_emulated("benchmarks.hybrids", [f"--{name}={value}" for name, value in given.items()], 139.8)
-        if status:
-            raise SystemExit(f"hybrids: {what} of {rival}, {workload}: exit {status}")
-        return json.loads(path.read_text())
+@dataclass(frozen=True)
+class Points:
+    """Points of one width and budget, each in a process of its own.
 
+    Args:
+        gib: of the device, and of the host.
+        folder: for what is compiled, and for the profiles that the points of a search share.
+    """
 
-def measure(found: dict[str, Any], save: Any, workload: str, gib: tuple[float, float]) -> None:
-    """Run all parts of one width and budget that are not there yet."""
-    row = found["rows"].setdefault(f"{workload} {gib[0]:g}/{gib[1]:g}", {})
+    workload: str
+    gib: tuple[float, float]
+    folder: Path
 
-    def part(name: str, *arguments: Any, length: int = 0) -> dict[str, Any]:
-        if name not in row:
-            row[name] = run_part(*arguments, gib, length)
+    def run(self, what: str, rival: str, length: int, steps: int = 0, profile: str = "") -> dict[str, Any]:
+        """Run a point.
+
+        Args:
+            profile: name of the profile that it shares; empty: it makes one of its own.
+        """
+        with tempfile.TemporaryDirectory() as own:
+            output, kept = Path(own) / "point.json", self.folder / profile if profile else Path(own)
+            given = {"child": what, "workload": self.workload, "rival": rival, "length": length, "steps": steps}
+            given |= {"device-gib": self.gib[0], "host-gib": self.gib[1], "profile": kept, "output": output}
+            words = [f"--{name}={value}" for name, value in given.items()]
+            if status := run_emulated("benchmarks.hybrids", words, 139.8, compiled_in=self.folder):
+                raise SystemExit(f"hybrids: {what} of {rival}, {self.workload}, {length:,} tokens: exit {status}")
+            found = json.loads(output.read_text())
+        results.say(f"    {rival}: {json.dumps(found)[:200]}")
+        return found
+
+    def search(self, rival: str, probes: list[dict[str, Any]], save: Callable[[], None]) -> None:
+        """Add probes until the longest length is known: two steps of each length, and at the end all steps of the longest."""
+        search = Search(GRAIN, start=round(STARTS[rival][self.workload] * self.gib[0]) * GRAIN, most=1 << 22, stride=STRIDE)
+        full = RIVALS[rival].warm_up + 1
+
+        def learn(found: dict[str, Any]) -> None:
+            search.learn(found["length"], found["fits"])
+
+        for known in probes:
+            learn(known)
+        while True:
+            for length in search.lengths():
+                probes.append(self.run("probe", rival, length, 2, f"{self.workload}, {rival}"))
+                learn(probes[-1])
+                save()
+            if not search.longest or any(found["length"] == search.longest and found["steps"] >= full for found in probes):
+                return
+            probes.append(self.run("probe", rival, search.longest, full))
+            learn(probes[-1])
             save()
-        return row[name]
 
-    lengths = {}
+
+def measure(points: Points, row: dict[str, Any], save: Callable[[], None], with_peak: bool) -> None:
+    """Run all points that the row does not have."""
+    best = {}
     for rival in STARTS:
-        best = longest(part(rival, "search", workload, rival)["probes"])
-        lengths[rival] = best["length"] if best else 0
-    if lengths[MIXERS_WHOLE]:
-        part("where whole mixers end", "search", workload, PLANNED, length=lengths[MIXERS_WHOLE])
-    if lengths[PLANNED]:
-        unplanned = lengths[PLANNED] * 3 // 4 // 1024 * 1024  # an arena is one block, and has no parts
-        part("peak", "peak", workload, "ds_memo", length=unplanned)
+        probes = row.setdefault(rival, [])
+        points.search(rival, probes, save)
+        best[rival] = longest(probes)
+    if (whole := best[MIXERS_WHOLE]) and "where whole mixers end" not in row:
+        row["where whole mixers end"] = points.run("probe", PLANNED, whole["length"], RIVALS[PLANNED].warm_up + 1)
+        save()
+    if with_peak and (ours := best[PLANNED]) and "peak" not in row:
+        unplanned = ours["length"] * 3 // 4 // GRAIN * GRAIN  # an arena is one block, and has no parts
+        row["peak"] = points.run("peak", "ds_memo", unplanned)
+        save()
 
 
 def claims(name: str, row: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the bars of one width and budget."""
-    best = {rival: longest(row[rival]["probes"]) for rival in STARTS}
+    best = {rival: longest(row[rival]) for rival in STARTS}
     ours = best[PLANNED]
     if ours is None:
         return [results.unmeasured(f"{name}: longest length", "no length fits")]
@@ -152,12 +190,27 @@ def claims(name: str, row: dict[str, Any]) -> list[dict[str, Any]]:
     for rival, bar in BARS.items():
         value = ours["length"] / best[rival]["length"] if best[rival] else float("inf")
         found.append({"claim": f"{name}: longest / longest of {rival}", "value": value, "bar": bar, "held": value >= bar})
-    here = longest(row.get("where whole mixers end", {}).get("probes", []))
-    if here and (whole := best[MIXERS_WHOLE]):
-        value = here["step_s"] / whole["step_s"]
+    if (here := row.get("where whole mixers end")) and (whole := best[MIXERS_WHOLE]):
         what = f"{name}: step / step with mixers whole, at {here['length']:,} tokens"
+        if not here["fits"]:
+            return [*found, results.unmeasured(what, here["why"])]
+        value = here["step_s"] / whole["step_s"]
         found.append({"claim": what, "value": value, "bar": EQUALLY_FAST, "held": value <= EQUALLY_FAST})
     return found
+
+
+def table(rows: dict[str, Any]) -> list[str]:
+    """Return the rows as docs/benchmarks.md has them."""
+    lines = ["| width | device / host GiB | ds_memo | layers without attention whole | `hf_offload` | ratios | step there, ms |"]
+    lines.append("|" + "---|" * 7)
+    for name, row in rows.items():
+        ours, whole, offload = (longest(row[rival]) for rival in (PLANNED, MIXERS_WHOLE, OFFLOAD))
+        lengths = [found["length"] if found else 0 for found in (ours, whole, offload)]
+        ratios = ", ".join(f"{lengths[0] / length:.1f}" if length else "–" for length in lengths[1:])
+        here = row.get("where whole mixers end", {})
+        steps = [f"{found['step_s'] * 1e3:,.0f}" if found and found.get("fits") else "–" for found in (here, whole)]
+        lines.append(f"| {' | '.join([*name.split(), *(f'{n:,}' for n in lengths), ratios, ' / '.join(steps)])} |")
+    return lines
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -167,9 +220,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("-o", "--output", type=Path, default=results.FOLDER / "hybrids-emulated.json", metavar="FILE.json")
     for hidden in ("child", "workload", "rival"):
         parser.add_argument(f"--{hidden}", help=argparse.SUPPRESS)
-    for hidden in ("device-gib", "host-gib"):
-        parser.add_argument(f"--{hidden}", type=float, help=argparse.SUPPRESS)
-    parser.add_argument("--length", type=int, default=0, help=argparse.SUPPRESS)
+    for hidden, kind in {"device-gib": float, "host-gib": float, "length": int, "steps": int, "profile": Path}.items():
+        parser.add_argument(f"--{hidden}", type=kind, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.child:
         child(options)
@@ -178,19 +230,26 @@ def main(arguments: list[str] | None = None) -> int:
     if options.output.exists():
         found |= json.loads(options.output.read_text())
     found["environment"] = environment(torch.device("cpu"))
-    for workload in options.workloads:
-        for budget in options.budgets:
-            device, host = map(float, budget.split("/"))
-            measure(found, lambda: results.write(options.output, found, unfinished=True), workload, (device, host))
+
+    def save() -> None:
+        results.write(options.output, found, unfinished=True)
+
+    with tempfile.TemporaryDirectory() as folder:
+        for workload in options.workloads:
+            for number, budget in enumerate(options.budgets):
+                device, host = map(float, budget.split("/"))
+                row = found["rows"].setdefault(f"{workload} {device:g}/{host:g}", {})
+                results.say(f"{workload} {budget}")
+                measure(Points(workload, (device, host), Path(folder)), row, save, with_peak=number == 0)
     bars = [claim for name, row in found["rows"].items() for claim in claims(name, row)]
     found.pop("unfinished", None)
     results.write(options.output, found | {"claims": bars}, unfinished=False)
+    results.say("\n".join(table(found["rows"])))
     for name, row in found["rows"].items():
-        best = {rival: longest(row[rival]["probes"]) for rival in STARTS}
-        print(name, *(f"{rival}: {probe['length'] if probe else 0:,}" for rival, probe in best.items()), sep="\n    ")
-        print("    at the peak, units:", json.dumps(row.get("peak", {}).get("parts")))
+        if "peak" in row:
+            results.say(f"{name}, units at the peak of {row['peak']['length']:,} tokens: {json.dumps(row['peak']['parts'])}")
     results.say_claims(bars)
-    return 0
+    return 0 if all(claim["held"] for claim in bars) else 1
 
 
 if __name__ == "__main__":

@@ -60,11 +60,13 @@ class Search:
         grain: lengths are multiples of it.
         start: where to begin.
         most: not beyond.
+        stride: ratio of lengths until one fits and one does not. Small where the start is near the end.
     """
 
     grain: int
     start: int
     most: int
+    stride: float = 2.0
     fits: list[int] = field(default_factory=list)
     shortest_that_fails: int | None = None
 
@@ -87,12 +89,17 @@ class Search:
     def _next(self) -> int | None:
         low, high = self.longest, self.shortest_that_fails
         if high is None:
-            length = 2 * low if low else self.start
+            length = max(low + self.grain, self._rounded(self.stride * low)) if low else self.start
             return length if length <= self.most else None
+        if not low:
+            return self._rounded(high / self.stride) or None
         if high - low <= max(self.grain, low * CLOSE):
             return None
-        middle = (low + high) // 2 // self.grain * self.grain
+        middle = self._rounded((low + high) / 2)
         return middle if low < middle < high else None
+
+    def _rounded(self, length: float) -> int:
+        return int(length) // self.grain * self.grain
 
 
 def probe(shape: Shape, length: int, rival_name: str, budget: Budget, model: torch.nn.Module, warm_up: int = 1) -> dict[str, Any]:
@@ -136,6 +143,19 @@ def _within(found: dict[str, Any], budget: Budget) -> None:
         raise OverBudget(f"{pinned} bytes of host memory pinned, {budget.host_bytes} allowed")
 
 
+def begin(shape: Shape, rival: str, budget: Budget) -> tuple[torch.nn.Module, int]:
+    """Limit this process to the budget, load the libraries, and return a model and the grain of its lengths."""
+    device, cuda = budget.device, budget.device.type == "cuda"
+    if cuda:
+        whole = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, budget.device_bytes / whole), device)
+        use_expandable(RIVALS[rival].expandable, device)
+    model = build(shape, device)
+    grain = (1024 if cuda else 8) * shape.ranks
+    Trainer(model, batch(shape, grain, device)).step(Installed())
+    return model, grain
+
+
 def search_here(
     shape: Shape,
     rival: str,
@@ -150,14 +170,7 @@ def search_here(
         lengths: tried in full, instead of a search.
         start: where to begin; None: 8 Ki tokens of a rank, on a CPU 64.
     """
-    device, cuda = budget.device, budget.device.type == "cuda"
-    if cuda:
-        whole = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, budget.device_bytes / whole), device)
-        use_expandable(RIVALS[rival].expandable, device)
-    model = build(shape, device)
-    grain = (1024 if cuda else 8) * shape.ranks
-    Trainer(model, batch(shape, grain, device)).step(Installed())  # the libraries load
+    model, grain = begin(shape, rival, budget)
     search = Search(grain, start=start or 8 * grain, most=1 << 22)
     warm_up = RIVALS[rival].warm_up
 

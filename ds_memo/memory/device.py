@@ -51,7 +51,9 @@ def join_split_blocks(device: torch.device, tensors: Iterable[torch.Tensor]) -> 
     """Move these tensors out of the blocks that torch's allocator has split, and free those blocks.
 
     ZeRO-3 leaves such blocks when it makes a partitioned model (deepspeed.zero.Init): each partition lies in the block of its
-    full parameter. Views and aliases stay valid. The bytes pass through the host. Does nothing on a CPU.
+    full parameter. So does an initialization that needs scratch memory, or an evaluation: small tensors and cuBLAS's workspaces
+    take parts of what it leaves in torch's cache. Views and aliases stay valid. The bytes pass through the host. Workspaces are
+    freed, and made again when cuBLAS is next used. Does nothing on a CPU.
     """
     if device.type != "cuda" or any(map(os.environ.get, _SETTINGS)) or not (split := _split_segments()):
         return
@@ -64,6 +66,7 @@ def join_split_blocks(device: torch.device, tensors: Iterable[torch.Tensor]) -> 
             if any(begin <= address < end for begin, end in split):
                 moved.append((storage, storage.nbytes(), storage.cpu()))
                 storage.resize_(0)
+        torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
     finally:
         for storage, nbytes, held in moved:

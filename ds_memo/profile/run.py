@@ -29,6 +29,7 @@ from ds_memo.profile.layer import measure
 from ds_memo.profile.layer_call import LayerCall
 from ds_memo.profile.layer_kinds import layer_in_words, settings_digest
 from ds_memo.profile.layer_sample import WORKING, LayerSample
+from ds_memo.profile.live import older_objects_aside
 from ds_memo.profile.merge_ranks import most_careful
 from ds_memo.profile.sample import LayerProfile, Profile
 from ds_memo.profile.tile_sample import TileSample
@@ -183,7 +184,8 @@ def take_profile(asked: Asked) -> Profile:
 
 def measure_kinds(asked: Asked) -> tuple[LayerProfile, ...]:
     """Measure the layers, not the copies. Raises Failed if a measurement failed."""
-    return tuple(_measure_kind(asked, kind) for kind in asked.calls)
+    with older_objects_aside(asked.device):
+        return tuple(_measure_kind(asked, kind) for kind in asked.calls)
 
 
 def _wake(device: torch.device) -> None:

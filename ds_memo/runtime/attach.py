@@ -17,6 +17,7 @@ from ds_memo.config import MemoConfig, memo_config
 from ds_memo.errors import MemoConfigError, MemoError, MemoWarning, quoted
 from ds_memo.hf.find_layers import find_layers
 from ds_memo.hf.kernels import use_kernels
+from ds_memo.memory.device import join_split_blocks
 from ds_memo.remat.diagnostics import within_compiled
 from ds_memo.remat.modes import inside_a_layer
 from ds_memo.runtime.active_forward import in_forward
@@ -97,6 +98,9 @@ def attach_model(
     if device is None:
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     device = _usable(device)
+    if ties is None and config.plan.enabled:  # an engine's model was joined before DeepSpeed made copies
+        gradients = (parameter.grad for parameter in model.parameters() if parameter.grad is not None)
+        join_split_blocks(device, (*model.parameters(), *model.buffers(), *gradients))
     with ExitStack() as undo:
         if ties is None:
             undo.enter_context(use_kernels(model, config))  # last: a refusal leaves the model as it was

@@ -65,14 +65,14 @@ def attend(
         mask = mask if mask.table is None else Mask()  # layers of a profile need the work alone
     ranks = parts.ranks
     owned, keys = _shares(query.shape[1], key.shape[1], ranks.ulysses)
-    q = to_heads(query.transpose(1, 2), owned, ranks.ulysses_group)
-    k, v = (to_heads(x.transpose(1, 2), keys, ranks.ulysses_group) for x in (key, value))
+    of_each = (query, owned), (key, keys), (value, keys)
+    q, k, v = (parts.sorted(to_heads(x.transpose(1, 2), heads, ranks.ulysses_group), 1, of_ring=True) for x, heads in of_each)
     if s_aux is not None and ranks.ulysses > 1:
         own = owned[ranks.ulysses_number]
         s_aux = s_aux[own[0] : own[-1] + 1]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     out = _Attention.apply(q, k, v, s_aux, plan(parts, mask), scale, softcap or 0.0)
-    return to_tokens(out, [len(of_rank) for of_rank in owned], ranks.ulysses_group), None
+    return to_tokens(parts.by_rank(out, 1, of_ring=True), [len(of_rank) for of_rank in owned], ranks.ulysses_group), None
 
 
 @functools.lru_cache(maxsize=64)

@@ -62,24 +62,22 @@ class Carry:
     # ---- convolutions
 
     def _convolve(self, name: str, call: Call) -> torch.Tensor:
-        row, stretch = CONVOLUTIONS[name], self._stretch
-        x, reach = call.values[row.x], call.values[row.weight].shape[-1] - 1
-        if stretch is None:
-            return call.run(call.values | {row.x: self.with_halo(x, reach)})[..., reach:]
-        call.refuse_unknown(name, dict.fromkeys((row.x, row.weight, "bias")), row.states)
-        spread = Spread(x, reach, stretch, self._halo(self._behind(x, reach), reach, stretch))
-        return spread.gathered(call.run(call.values | {row.x: spread.x}))
+        row = CONVOLUTIONS[name]
+        if self._stretch is not None:
+            call.refuse_unknown(name, dict.fromkeys((row.x, row.weight, "bias")), row.states)
+        x, gathered = self.with_halo(call.values[row.x], call.values[row.weight].shape[-1] - 1)
+        return gathered(call.run(call.values | {row.x: x}))
 
-    def _behind(self, x: torch.Tensor, reach: int) -> torch.Tensor:
-        """Return what the tile before left, and the tile (b, tokens, channels)."""
-        given, x = self._next(), x.transpose(1, 2)
-        return torch.cat([x.new_zeros(x.shape[0], reach, x.shape[2]) if given is None else given, x], 1)
-
-    def with_halo(self, x: torch.Tensor, reach: int) -> torch.Tensor:
-        """Return a convolution's inputs (b, channels, tokens) behind those of the tile before."""
-        behind = self._behind(x, reach)
-        self._leave(behind[:, behind.shape[1] - reach :])
-        return behind.transpose(1, 2)
+    def with_halo(self, x: torch.Tensor, reach: int) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
+        """Return a convolution's inputs (b, channels, tokens) behind those before the tile, and what takes the tile's outputs."""
+        given, tokens, by_token = self._next(), x.shape[2], x.transpose(1, 2)
+        before = by_token.new_zeros(x.shape[0], reach, x.shape[1]) if given is None else given
+        behind = torch.cat([before, by_token], 1)
+        if self._stretch is not None:
+            spread = Spread(x, reach, self._stretch, self._halo(behind, reach, self._stretch))
+            return spread.x, spread.gathered
+        self._leave(behind[:, tokens:])
+        return behind.transpose(1, 2), lambda y: y[..., reach : reach + tokens]
 
     def _halo(self, behind: torch.Tensor, reach: int, stretch: Parts) -> torch.Tensor:
         """Return the tokens before this rank's tile, and leave those that end the stretch to the first rank's next tile.

@@ -20,7 +20,6 @@ import torch
 from torch import nn
 
 from ds_memo.errors import MemoError
-from ds_memo.remat.checkpoint import CannotTile
 from ds_memo.remat.undo import changed
 from ds_memo.sequence import exchange
 from ds_memo.sequence.carry import Carry
@@ -194,11 +193,10 @@ def _reach(module: nn.Conv1d) -> int:
 def _enter_convolution(module: nn.Conv1d, args: tuple[torch.Tensor]) -> tuple[torch.Tensor] | None:
     """Give an nn.Conv1d that is called outright (RecurrentGemma) this rank's tokens, or a tile's, behind their halo."""
     (x,), reach, carry, parts = args, _reach(module), _UNDER_WAY.carry, _parts_of(module)
-    if carry is not None and parts is not None:
-        raise CannotTile("its nn.Conv1d is called outright, and is not cut where ranks share a sequence")
     if carry is not None:
-        _UNDER_WAY.modules.append((module, slice(reach, reach + x.shape[-1])))
-        return (carry.with_halo(x, reach),)
+        x, gathered = carry.with_halo(x, reach)
+        _UNDER_WAY.modules.append((module, gathered))
+        return (x,)
     if parts is None:
         return None
     if module.padding[0] != reach or module.stride[0] != 1 or module.padding_mode != "zeros" or x.shape[-1] > parts.own:
@@ -208,16 +206,14 @@ def _enter_convolution(module: nn.Conv1d, args: tuple[torch.Tensor]) -> tuple[to
             "Set sequence_parallel_size to 1, or report the model"
         )
     spread = Spread(x, reach, fitting(parts, x.shape[-1], "nn.Conv1d"))
-    _UNDER_WAY.modules.append((module, spread))
+    _UNDER_WAY.modules.append((module, spread.gathered))
     CAUGHT["nn.Conv1d"] += 1
     return (spread.x,)
 
 
 def _leave_convolution(module: nn.Conv1d, args: Any, out: torch.Tensor | None) -> torch.Tensor | None:
-    spread = _left(module)
-    if spread is None or out is None:
-        return None
-    return out[..., spread] if isinstance(spread, slice) else spread.gathered(out)
+    gathered = _left(module)
+    return None if gathered is None or out is None else gathered(out)
 
 
 def _enter_whole(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:

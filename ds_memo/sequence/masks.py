@@ -154,8 +154,9 @@ def bands(row: int | None, of_row: Sequence[Run], queries: Pieces, keys: Pieces)
     query_at = 0
     for first, last in queries:
         key_at = 0
+        met = [run for run in of_row if run.queries[0] < last and first < run.queries[1]]
         for key_first, key_last in keys:
-            for run in of_row:
+            for run in met:
                 band = _met(run, (first, last), (key_first, key_last))
                 if band is not None:
                     (q0, q1), (k0, k1), before, after = band

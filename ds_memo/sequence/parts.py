@@ -93,22 +93,28 @@ class Parts:
         return [self.pieces_of(number) for number in range(self.ranks.size)]
 
     @functools.cached_property
-    def in_order(self) -> bool:
-        """True if the ranks' parts one after another are the whole sequence."""
-        flat = [piece for pieces in self.all_pieces for piece in pieces]
-        return flat == sorted(flat)
-
-    @functools.cached_property
     def _by_rank(self) -> list[tuple[int, int]]:
         return [piece for pieces in self.all_pieces for piece in pieces]
 
-    def sorted(self, x: torch.Tensor, dim: int) -> torch.Tensor:
-        """Return a tensor with all ranks' tokens, one rank after another along `dim`, in the order of the sequence."""
-        return x if self.in_order else _joined(x, dim, self._by_rank, sorted(self._by_rank))
+    @functools.cached_property
+    def _by_rank_of_ring(self) -> list[tuple[int, int]]:
+        """The same, of this rank's Ulysses group alone."""
+        first = self.ranks.ulysses * self.ranks.ring_number
+        return [piece for pieces in self.all_pieces[first : first + self.ranks.ulysses] for piece in pieces]
 
-    def by_rank(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+    def sorted(self, x: torch.Tensor, dim: int, of_ring: bool = False) -> torch.Tensor:
+        """Return a tensor with all ranks' tokens, one rank after another along `dim`, in the order of the sequence.
+
+        Args:
+            of_ring: it has tokens of this rank's Ulysses group alone.
+        """
+        have = self._by_rank_of_ring if of_ring else self._by_rank
+        return _joined(x, dim, have, sorted(have))
+
+    def by_rank(self, x: torch.Tensor, dim: int, of_ring: bool = False) -> torch.Tensor:
         """Undo :meth:`sorted`."""
-        return x if self.in_order else _joined(x, dim, sorted(self._by_rank), self._by_rank)
+        want = self._by_rank_of_ring if of_ring else self._by_rank
+        return _joined(x, dim, sorted(want), want)
 
     def own_of(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
         """Return this rank's part of a tensor with all tokens in order."""
@@ -153,14 +159,16 @@ def parts_of(module: nn.Module) -> Parts | None:
 def running_on(module: nn.Module, parts: Parts | None) -> Iterator[None]:
     """Have a layer run on other parts inside the block; None: as it does."""
     with ExitStack() as stack:
-        for inner in module.modules():
-            if parts is not None and PARTS in vars(inner):
+        for inner in () if parts is None else module.modules():
+            if PARTS in vars(inner):
                 stack.enter_context(changed(inner, PARTS, parts))
         yield
 
 
 def _joined(x: torch.Tensor, dim: int, have: Sequence[tuple[int, int]], want: Sequence[tuple[int, int]]) -> torch.Tensor:
     """Return the pieces of a tensor in another order. No index goes to the device, for which the host would wait."""
+    if have == want:
+        return x
     parts = dict(zip(have, x.split([stop - start for start, stop in have], dim), strict=True))
     return torch.cat([parts[piece] for piece in want], dim)
 

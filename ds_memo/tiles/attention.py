@@ -28,6 +28,8 @@ from ds_memo.remat.random_states import drawing_from, own_states
 from ds_memo.remat.recipe import Observed, ObservedSavedOp, make_recipe, remember
 from ds_memo.remat.record import Record
 from ds_memo.remat.tensors import storage_of, tensor_leaves
+from ds_memo.sequence.parts import running_on
+from ds_memo.sequence.striped import Striped
 from ds_memo.swap.frame import Frame, lie_alike
 from ds_memo.tiles.around import dropping, without_autocast
 from ds_memo.tiles.attention_call import Gathered
@@ -45,10 +47,18 @@ class TiledAttention:
         groups: of heads, as asked for.
         keeps_result: True if the tiles' frames keep the result, of which the kernel's output is a view if it is that.
         recomputed: True if nothing is kept.
+        striped: the order of its tokens; None: that of the parts.
     """
 
     def __init__(
-        self, tiled: TiledLayer, remat: Remat, size: tuple[int, int], groups: int, keeps_result: bool, recomputed: bool
+        self,
+        tiled: TiledLayer,
+        remat: Remat,
+        size: tuple[int, int],
+        groups: int,
+        keeps_result: bool,
+        recomputed: bool,
+        striped: Striped | None,
     ) -> None:
         self._tiled = tiled
         self._shapes = tiled.shapes
@@ -58,6 +68,7 @@ class TiledAttention:
         self._whole = not (recomputed or keeps_result)
         """True if the frame keeps the kernel's output even if it is the result."""
         self._recomputed = recomputed
+        self._striped = striped
         self._remat = remat
         self._engine = remat.engine
         self._call: Call | None = None
@@ -189,7 +200,8 @@ class TiledAttention:
         assert gathered.call is not None
         elements = max((gathered.leaves[index].numel() for index in self._shapes.differentiable), default=0)
         run = functools.partial(self._remat.with_kernel, self._tiled.layer, gathered.call.run, elements=elements)
-        return self._shapes.result.only_tensor(run(leaves))
+        with running_on(self._tiled.module, self._striped):
+            return self._shapes.result.only_tensor(run(leaves))
 
     def _settle(self, observed: Observed, result: torch.Tensor, draws: bool) -> AttentionRecipe:
         """Make the recipe of a call that was analysed, and keep this call's tensors by it."""

@@ -1,6 +1,9 @@
 """A layer's call in tiles of tokens, forward and backward, as one autograd function: what its two ways have in common.
 
 Parameters are arguments of the function, and tiles see aliases of them: hooks of a parameter see one gradient per backward.
+
+Where ranks share a sequence and the layer mixes tokens by more than attention, hidden states and whatever else it gets of its
+tokens move, so that tiles of one number are one stretch of the sequence (ds_memo.sequence.striped). The output moves back.
 """
 
 from __future__ import annotations
@@ -23,6 +26,9 @@ from ds_memo.remat.modes import running_tiles
 from ds_memo.remat.random_states import seeded
 from ds_memo.remat.recipe import Recipe, remember
 from ds_memo.remat.undo import Undoing, stacks_restored
+from ds_memo.sequence.mixers import fitting
+from ds_memo.sequence.parts import Parts, parts_of
+from ds_memo.sequence.striped import Striped, striped
 from ds_memo.spans import Span
 from ds_memo.swap.frame import Frame, Layout
 from ds_memo.swap.pinned_segments import PAGE
@@ -80,8 +86,16 @@ class CallInTiles(ABC):
         self._engine = remat.engine
         self._forward = forward
         self._arguments = Arguments(args, kwargs)
-        self._inputs = self._arguments.detach()
         self._hidden = hidden_states(args, kwargs)
+        parts = parts_of(tiled.module) if tiled.shapes.mixes else None
+        self._striped: Striped | None = None
+        """The tokens of the ranks' tiles; None: this rank has whole sequences, or the layer does not mix tokens."""
+        if parts is not None:
+            parts = fitting(parts, self._arguments.length, type(tiled.module).__name__)
+            self._striped, tiled.striped = striped(parts, spans[0].size[1]), True
+            self._hidden = self._striped.enter(self._hidden)
+            self._arguments.move(self._striped.argument)
+        self._inputs = self._arguments.detach()
         self._parameters = by_arrival(tiled.module, tiled.shapes.arrivals)
         self._trains = torch.is_grad_enabled() and bool(self._inputs or self._parameters or self._hidden.requires_grad)
         """False: no backward will come, and nothing is kept."""
@@ -122,21 +136,33 @@ class CallInTiles(ABC):
         """Return a key for what a tile's recipes depend on. The first tile of a sequence has no carry."""
         return (span.size, span.tokens.start == 0) if self._shapes.mixes else span.size
 
+    # ---- ranks that share a sequence
+
+    def _is_packed(self, span: Span) -> bool:
+        """Return True if a tile's ops depend on where documents begin. A recipe would serve it once: all of it is recomputed."""
+        return self._striped is not None and self._striped.is_packed(span)
+
+    def _stretch(self, span: Span, packed: bool = True) -> Parts | None:
+        return None if self._striped is None else self._striped.stretch(span, packed)
+
     # ---- forward
 
     def run(self) -> Any:
+        output = self._run()
+        return self._shapes.output.of(output if self._striped is None else self._striped.leave(output))
+
+    def _run(self) -> torch.Tensor:
         hidden, self._hidden = self._hidden, None
         inputs, self._inputs = self._inputs, []
         if not self._trains:
             if torch.is_grad_enabled():  # a frozen layer: frames below it move as below any other
                 self._engine.abort(self._engine.begin(self._tiled.layer.name, self._placement))
-            return self._shapes.output.of(self.forward(hidden))
+            return self.forward(hidden)
         # Autograd goes on with the youngest of these views: ZeRO's buckets get gradients in the order of a whole layer, which
         # another rank may run.
         views = [parameter.view_as(parameter) for parameter in self._parameters]
         with torch.autograd.graph.saved_tensors_hooks(lambda _: self, _hand_over):
-            output = _Tiled.apply(self, hidden, *inputs, *views)
-        return self._shapes.output.of(output)
+            return _Tiled.apply(self, hidden, *inputs, *views)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the layer's output (b, s, h)."""

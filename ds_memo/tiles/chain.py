@@ -7,9 +7,6 @@
 For all tokens there are hidden states and their gradient, and nothing else. A frame for each tile: its hidden states, its carry,
 what routers chose, and if the tile is stored all GEMM outputs. Where no function is caught, tokens are not mixed, and there is no
 carry.
-
-Ranks that share a sequence move hidden states, so that their tiles of one number are one stretch of it, and move the output back
-(ds_memo.sequence.striped).
 """
 
 from __future__ import annotations
@@ -32,10 +29,6 @@ from ds_memo.remat.record import Record
 from ds_memo.remat.replay import Replay
 from ds_memo.remat.tensors import tensor_leaves
 from ds_memo.sequence.catch_mixers import carrying
-from ds_memo.sequence.exchange import move
-from ds_memo.sequence.mixers import fitting
-from ds_memo.sequence.parts import parts_of
-from ds_memo.sequence.striped import Striped, striped
 from ds_memo.spans import Span
 from ds_memo.tiles.around import dropping
 from ds_memo.tiles.call_in_tiles import CallInTiles, Tile, memory_for, stored_tiles, with_left
@@ -63,22 +56,6 @@ class ChainedCall(CallInTiles):
     """One call of a tiled layer that calls no attention. See :class:`CallInTiles` for the arguments."""
 
     _tiles: list[Tile]
-    _striped: Striped | None = None
-    """The tokens of the ranks' tiles; None: this rank has whole sequences, or the layer does not mix tokens."""
-
-    # ---- ranks that share a sequence
-
-    def run(self) -> Any:
-        module = self._tiled.module
-        parts = parts_of(module) if self._shapes.mixes else None
-        if parts is None:
-            return super().run()
-        parts = fitting(parts, self._arguments.length, type(module).__name__)
-        self._striped = striped(parts, self._spans[0].size[1])
-        outside, inside, group = parts.all_pieces, self._striped.all_pieces, parts.ranks.group
-        self._hidden, self._tiled.striped = move(self._hidden, outside, inside, group), True
-        result, output = super().run(), self._shapes.output
-        return output.of(move(output.tensor(result), inside, outside, group))
 
     # ---- forward
 
@@ -106,14 +83,6 @@ class ChainedCall(CallInTiles):
                 self._engine.let_go_but(2)
         assert output is not None
         return output
-
-    def _is_packed(self, span: Span) -> bool:
-        """Return True if a document begins behind the first token of what a tile runs on.
-
-        Its ops depend on where, so a recipe would serve it once: all of it is recomputed.
-        """
-        documents = () if self._striped is None else self._striped.stretch(span).documents
-        return any(len(row) > 1 or (row[0] == 0 and span.tokens.start > 0) for row in documents)
 
     def _tile_forward(
         self, tile: Tile, hidden: torch.Tensor, carry: list[torch.Tensor], records: bool, packed: bool
@@ -145,8 +114,8 @@ class ChainedCall(CallInTiles):
             packed: False: as if it had no documents.
         """
         args, kwargs, _ = self._arguments.tile(x, tile.span)
-        stretch = None if self._striped is None else self._striped.stretch(tile.span, packed)
-        with self._seeded(tile.seed), mode, carrying(carry if tile.span.tokens.start else None, stretch) as after:
+        given = carry if tile.span.tokens.start else None
+        with self._seeded(tile.seed), mode, carrying(given, self._stretch(tile.span, packed)) as after:
             output = self._shapes.output.tensor(self._forward(*args, **kwargs))
         return output, after.left, self._arguments.inputs(args, kwargs)
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from ds_memo.errors import MemoError
 from ds_memo.remat.call import Call
 from ds_memo.remat.modes import running_tiles
 from ds_memo.remat.recipe import Recipe, SavedOp
@@ -96,7 +97,8 @@ class TiledCall(CallInTiles):
         self._keeps_result = not (self._recomputes or tiled.result_differs)
         """True if the tiles' frames keep attention's result; else the backward makes it before it comes to the tiles."""
         size = self._arguments.batch, self._arguments.length
-        self._attention = TiledAttention(tiled, self._remat, size, tiles.head_groups, self._keeps_result, self._recomputes)
+        how = tiles.head_groups, self._keeps_result, self._recomputes, self._striped
+        self._attention = TiledAttention(tiled, self._remat, size, *how)
         self._result: torch.Tensor | None = None
         """Attention's result where it stays on the device: the tiles' frames hold parts of it."""
         self._result_dtype: torch.dtype | None = None
@@ -123,8 +125,10 @@ class TiledCall(CallInTiles):
         first = self._spans[0]
         tile, before = (self._arguments.tile(self._hidden_of(hidden, of), of)[:2] for of in (span, first))
         goes_on = self._shapes.mixes and span.tokens.start
+        stretches = self._stretch(span, packed=False), self._stretch(first, packed=False)
+        how = span, self._shapes, stretches
         with running_tiles():
-            return analyse(call, self._tiled.module, self._forward, tile, before if goes_on else None, span, self._shapes)
+            return analyse(call, self._tiled.module, self._forward, tile, before if goes_on else None, *how)
 
     def _host_bytes(self, recipes: SizeRecipes) -> tuple[int, int]:
         return recipes[self._keeps_result, False].host_bytes, recipes[self._keeps_result, True].host_bytes
@@ -147,16 +151,19 @@ class TiledCall(CallInTiles):
         all_stored = stored_tiles(len(self._spans), self._placement.decided_alpha)
         left: list[torch.Tensor] = []
         for number, span in enumerate(self._spans):
-            stored = number in all_stored
+            packed = self._is_packed(span)
+            stored = number in all_stored and not packed
             of_tile = recipes[self._kind(span)][self._keeps_result, stored]
             x, carry = self._hidden_of(hidden, span), self._leaves(left if span.tokens.start else [])
             call = self._begin_tile(number, of_tile.whole)
             tile = AttentionTile(span, call, stored, self._seed_of(number), of_tile, len(carry))
             self._tiles.append(tile)
             self._keep_inputs(call, [x, *carry])
-            mode = RecordPre(call, len(of_tile.pre)) if of_tile.records_pre else None
+            mode = RecordPre(call, len(of_tile.pre)) if of_tile.records_pre and not packed else None
             reached, _, wholes, left = self._to_attention(tile, x, carry, mode or nullcontext())
-            tile.followed = mode is None or mode.followed
+            tile.followed = not packed if mode is None else mode.followed
+            if packed:
+                call.recipe = replace(call.recipe, ops=[])
             gathered.add(span, reached, wholes)
         return gathered
 
@@ -203,6 +210,11 @@ class TiledCall(CallInTiles):
                 output, _, left = self._with_attention(tile, x, carry, mode, supply)
                 return output.detach(), left
             except LeftRecipe:
+                if self._striped is not None:  # other ranks would have to join in another run
+                    raise MemoError(
+                        f"layer {self._tiled.layer.name} did other work in a tile than in the one that was analysed, and other "
+                        "ranks would have to join in running it again. Set memo.tile_tokens to 0"
+                    ) from None
                 tile.followed = False
         output, _, left = self._with_attention(tile, x, carry, nullcontext(), lambda reached, wholes: own)
         return output.detach(), left
@@ -362,7 +374,7 @@ class TiledCall(CallInTiles):
         return self._leaves([tile.call.frame.tensor(kept) for kept in self._kept_carry(tile)[:tensors]])
 
     def _going_on(self, tile: AttentionTile, carry: list[torch.Tensor]) -> AbstractContextManager[Carry]:
-        return carrying(carry if tile.span.tokens.start else None)
+        return carrying(carry if tile.span.tokens.start else None, self._stretch(tile.span))
 
     def _to_attention(
         self, tile: AttentionTile, x: torch.Tensor, carry: list[torch.Tensor], mode: Any

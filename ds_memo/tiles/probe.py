@@ -145,14 +145,9 @@ def _probe(
             shapes: Shapes
             if chained:
                 shapes, found = _in_chain(forward, own, x, spans, draws, mixes, striped, choices)
-                if striped is not None:
-                    with _at_the_end(reasons):
-                        _refuse_order(shapes.output, expected, forward, own, x)
                 gathered: list[Any] = []
             else:
-                if striped is not None:
-                    raise CannotTile("it has attention and mixers, and its ranks share a sequence")
-                shapes, gathered, found = _in_tiles(forward, own, x, spans, parameters, draws, mixes, choices)
+                shapes, gathered, found = _in_tiles(forward, own, x, spans, parameters, draws, mixes, striped, choices)
             if x.is_meta:  # no values to compare: only an estimate runs there
                 return shapes
             with _at_the_end(reasons):
@@ -214,6 +209,7 @@ def _in_tiles(
     parameters: Sequence[torch.Tensor],
     draws: bool,
     mixes: bool,
+    striped: Striped | None,
     choices: Choices,
 ) -> tuple[AttentionShapes, list[Any], torch.Tensor]:
     """Run the tokens of `x` (b, s, h) in tiles, by ordinary autograd. Return where tokens lie, what attention gets, and the
@@ -225,7 +221,7 @@ def _in_tiles(
     """
     tiles = [arguments.tile(part(x, span, 1), span) for span in spans]
     lengths = spans[0].size[1], spans[-1].size[1]
-    calls = _one_after_another(functools.partial(run_to_attention, forward), tiles, spans, None, choices)
+    calls = _one_after_another(functools.partial(run_to_attention, forward), tiles, spans, striped, choices)
     first, last = calls[0], calls[-1]
     dims = _dims("attention gets", first.leaves, last.leaves, lengths)
     differentiable = tuple(i for i, leaf in enumerate(first.leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad)
@@ -235,7 +231,7 @@ def _in_tiles(
     gathered = Gathered(dims, *x.shape[:2])
     for call, span, (*_, wholes) in zip(calls, spans, tiles, strict=True):
         gathered.add(span, call, wholes)
-    outputs = _one_after_another(functools.partial(_run, forward), tiles, spans, None, choices)
+    outputs = _one_after_another(functools.partial(_run, forward), tiles, spans, striped, choices)
     output, found = _joined(outputs, x, spans)
     shapes = AttentionShapes(output, draws, tuple(dims), differentiable, result, first.is_sdpa, mixes=mixes)
     return shapes, gathered.leaves, found
@@ -274,15 +270,6 @@ def _one_after_another(
             results.append(run(args, kwargs))
         left = carry.left
     return results
-
-
-def _refuse_order(output: Returned, expected: Any, forward: Callable[..., Any], arguments: Arguments, x: torch.Tensor) -> None:
-    """Refuse a layer that reads what else it gets of each token: ranks that share a sequence move hidden states alone."""
-    args, kwargs = arguments.disordered(x)
-    with torch.no_grad():
-        other = output.tensor(forward(*args, **kwargs))
-    if not x.is_meta and not torch.allclose(other, output.tensor(expected), tolerance_of(x), tolerance_of(x), equal_nan=True):
-        raise CannotTile("it reads more than hidden states of its tokens, which ranks that share a sequence put in another order")
 
 
 def _joined(outputs: Sequence[Any], x: torch.Tensor, spans: Sequence[Span]) -> tuple[Returned, torch.Tensor]:

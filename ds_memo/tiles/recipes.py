@@ -22,6 +22,7 @@ from ds_memo.remat.random_states import forked
 from ds_memo.remat.recipe import Gemm, Observed, Recipe, SavedOp, make_recipe
 from ds_memo.remat.tensors import tensor_leaves
 from ds_memo.sequence.catch_mixers import carrying
+from ds_memo.sequence.parts import Parts
 from ds_memo.spans import Span
 from ds_memo.tiles.around import dropping
 from ds_memo.tiles.attention_call import AttentionCall, run_to_attention, run_with_attention
@@ -182,6 +183,7 @@ def analyse(
     before: tuple[tuple, dict[str, Any]] | None,
     span: Span,
     shapes: AttentionShapes,
+    stretches: tuple[Parts | None, Parts | None],
 ) -> SizeRecipes:
     """Run a tile twice to make its recipes. Nothing is kept, and the module and generators are put back.
 
@@ -189,16 +191,17 @@ def analyse(
         call: what the modes need of a call; its frame is not touched.
         arguments: of the tile; its hidden states are a leaf, which needs no gradient if no backward will come.
         before: those of a first tile, which leaves what this one goes on from; None: this one is its sequence's first.
+        stretches: of this tile and of the first, where ranks share the sequence.
     """
     args, kwargs = arguments
     x = hidden_states(args, kwargs)
     with forked(call.engine.device), unchanged(module), dropping():
         carry: list[torch.Tensor] = []
         if before is not None:
-            with carrying(None) as first:
+            with carrying(None, stretches[1]) as first:
                 run_with_attention(forward, *before, AttentionCall.stand_in)
             carry = [tensor.detach().requires_grad_(x.requires_grad) for tensor in first.left]
-        going_on = functools.partial(carrying, None if before is None else carry)
+        going_on = functools.partial(carrying, None if before is None else carry, stretches[0])
         givens = [*tensors_of(module), *tensor_leaves(arguments), *carry]
         with going_on():
             dtype = shapes.result.tensor(run_to_attention(forward, args, kwargs).stand_in()).dtype

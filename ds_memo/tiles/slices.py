@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -95,6 +95,11 @@ class Arguments:
         pairs = zip(self._leaves, self._places, strict=True)
         return [leaf for leaf, place in pairs if place is not None and leaf.requires_grad]
 
+    def move(self, moved: Callable[[torch.Tensor, int], torch.Tensor]) -> None:
+        """Put ``moved(tensor, dimension of its tokens)`` in the place of each tensor that has tokens."""
+        pairs = zip(self._leaves, self._places, strict=True)
+        self._leaves = [leaf if place is None else moved(leaf, place.tokens) for leaf, place in pairs]
+
     def detach(self) -> list[torch.Tensor]:
         """Return the tensors that are cut and need a gradient. Hold detached ones from now on, of which tiles get leaves."""
         found, places = self.differentiable(), enumerate(self._places)
@@ -168,18 +173,6 @@ class Arguments:
             return mask[:rows] if mask.dim() > 2 and mask.shape[0] == self.batch else mask
 
         leaves = [cut(*pair) for pair in zip(self._leaves, self._places, strict=True)]
-        return self._with_hidden(hidden, *tree_unflatten(leaves, self._spec))
-
-    def disordered(self, hidden: torch.Tensor) -> tuple[tuple, dict[str, Any]]:
-        """Return the call's arguments with other values for each token, but for the hidden states."""
-
-        def other(leaf: Any, place: Place | None) -> Any:
-            if place is None:
-                return leaf
-            turned = leaf.flip(place.tokens)
-            return ~turned if leaf.dtype == torch.bool else turned + 1
-
-        leaves = [other(*pair) for pair in zip(self._leaves, self._places, strict=True)]
         return self._with_hidden(hidden, *tree_unflatten(leaves, self._spec))
 
     def _with_hidden(self, hidden: torch.Tensor, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:

@@ -222,10 +222,11 @@ class Verdicts:
 
 
 def without_padding(module: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Leave out a mask of padding where ranks share a sequence. Padding is a document there, and not every rank has any."""
-    mask = kwargs.get("attention_mask")
-    is_padding = isinstance(mask, torch.Tensor) and mask.dim() == 2
-    return kwargs | {"attention_mask": None} if is_padding and vars(module).get(PARTS) is not None else kwargs
+    """Leave out masks of padding where ranks share a sequence. Padding is a document there, and not every rank has any."""
+    if vars(module).get(PARTS) is None:
+        return kwargs
+    masks = [name for name in kwargs if name.endswith("attention_mask")]
+    return kwargs | {name: None for name in masks if isinstance(kwargs[name], torch.Tensor) and kwargs[name].dim() == 2}
 
 
 def _is_one_tile(hidden: Any, tile_tokens: int) -> bool:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ds_memo.profile.live import LiveBytes
+from ds_memo.profile.live import LiveBytes, older_objects_aside
 
 KIB = 1024
 
@@ -148,3 +148,30 @@ def test_cuda_backward_counts_too():
         (x @ x).relu().sum().backward()
         assert count.live == x.nbytes
         assert count.peak >= 2 * x.nbytes
+
+
+class Node:
+    """An object that refers to itself: reference counting alone never frees it."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def test_collections_see_the_block_s_own_objects_alone():
+    older, before = weakref.ref(Node()), gc.get_freeze_count()
+    with older_objects_aside(torch.device("cuda")):
+        assert older() is None  # garbage of before went first
+        made = weakref.ref(Node())
+        gc.collect()
+        assert made() is None and gc.get_freeze_count() > 10_000
+    assert gc.get_freeze_count() == before == 0
+
+
+def test_objects_that_the_user_froze_stay_frozen():
+    gc.freeze()
+    try:
+        with older_objects_aside(torch.device("cuda")):
+            pass
+        assert gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()

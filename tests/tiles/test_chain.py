@@ -55,9 +55,11 @@ FAMILIES = (
     "jamba",
     "mamba",
     "falcon_mamba",
+    "recurrent_gemma",
+    "falcon_h1",
+    "zamba2",
+    "in_a_row",
 )
-ON_ONE_RANK = ("falcon_h1", "zamba2", "in_a_row", "recurrent_gemma")
-"""Families that run whole where ranks share a sequence: with attention and mixers in a layer, or with a convolution's module."""
 INSIDE = {"zamba2": {3, 7}}
 """Layers that are a part of others, which call them."""
 
@@ -134,7 +136,7 @@ def test_same_as_whole(name: str, tile: int, alpha: float, tolerance: float) -> 
 @pytest.mark.slow
 @pytest.mark.sweep
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", FAMILIES + ON_ONE_RANK)
+@pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("tile", [5, 16, 23, 64])
 def test_every_family(name: str, tile: int) -> None:
     """A tile of 64 tokens holds no whole sequence: these are longer."""

@@ -1,4 +1,4 @@
-"""Layers without attention in tiles on ranks that share a sequence: logits and gradients are the stock model's on one rank.
+"""Layers with mixers in tiles on ranks that share a sequence: logits and gradients are the stock model's on one rank.
 
 Values are float64: see test_chain.
 """
@@ -6,18 +6,23 @@ Values are float64: see test_chain.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import ds_memo
 from ds_memo.deepspeed import sequence
+from ds_memo.sequence import striped
 from ds_memo.sequence.carry import Carry
-from ds_memo.tiles import chain
+from ds_memo.sequence.parts import Parts
+from ds_memo.tiles import attention, layer
 from ds_memo.tiles.chain import ChainedCall
+from ds_memo.tiles.layer import TiledCall
 from tests.distributed_harness.common import DistributedTest
 from tests.faults import put_in
 from tests.models import poisoned_memory
@@ -25,27 +30,38 @@ from tests.sequence.float64 import float64
 from tests.sequence.test_padding import Padded
 from tests.sequence.whole_and_parts import Batch, part, whole
 from tests.tiles.rig import config
-from tests.tiles.test_chain import EXACT, FAMILIES, FAULTS, build
+from tests.tiles.test_chain import EXACT, FAMILIES, FAULTS, assert_was_tiled, build, no_state
 
 WRONG = 1e-3
 ONE = Batch(((75,), (75,)))
 """No tile length divides a part, and there is padding."""
 PACKED = Batch(((13, 1, 18, 43), (32, 43)))
 """Documents that begin inside a tile, and with a stretch of two tiles of 16."""
-LONG, LONG_PACKED = Batch(((139,),)), Batch(((40, 88, 11),))
-"""Two tiles of 64 tokens to a rank. The third document begins with the second stretch."""
+BATCHES = {
+    5: (Batch(((31,), (31,))), Batch(((13, 1, 17), (20, 11)))),
+    16: (ONE, PACKED),
+    23: (ONE, PACKED),
+    64: (Batch(((139,),)), Batch(((40, 88, 11),))),
+}
+"""By tile length, sequences of one document and of several. A rank has two tiles and more. With tiles of 5, documents begin apart
+in the rows of a stretch; with tiles of 64, one begins with the second stretch."""
 
 
-def run(name: str, batch: Any, tile: int, alpha: float, ulysses: int = 2) -> tuple[float, dict[str, Any]]:
-    """Return the largest relative distance of logits or a gradient from the stock model's, of all ranks, and the report."""
+def run(name: str, batches: Any, tile: int, alpha: float, ulysses: int = 2) -> tuple[float, dict[str, Any]]:
+    """Return the largest relative distance of logits or a gradient from the stock model's, of all ranks, and the report.
+
+    Args:
+        batches: one, or several for one attached model.
+    """
     with float64(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = build(name)
-        want = batch.outcome(model) if isinstance(batch, Padded) else batch.apart(model)
+        batches = batches if isinstance(batches, Sequence) else [batches]
+        wants = [batch.outcome(model) if isinstance(batch, Padded) else batch.apart(model) for batch in batches]
         sequence.set_up(model, dist.get_world_size(), ulysses=ulysses)
         handle = ds_memo.attach(model, config(tile, alpha))
         found = []
-        for _ in range(2):
+        for batch, want in zip([batches[0], *batches], [wants[0], *wants], strict=True):
             with poisoned_memory():
                 found += batch.in_parts(model).off(want)[:2]
         report = handle.report()
@@ -55,11 +71,10 @@ def run(name: str, batch: Any, tile: int, alpha: float, ulysses: int = 2) -> tup
     return max(everywhere), report
 
 
-def check(name: str, batch: Any, tile: int, alpha: float, ulysses: int = 2) -> None:
-    distance, report = run(name, batch, tile, alpha, ulysses)
+def check(name: str, batches: Any, tile: int, alpha: float, ulysses: int = 2) -> None:
+    distance, report = run(name, batches, tile, alpha, ulysses)
     assert distance < EXACT, (name, tile, alpha, ulysses, distance)
-    assert report["tiles"]["not_tiled"] == {}
-    assert report["tiles"]["layers"] == list(range(report["layers"]))
+    assert_was_tiled(report, name)
     assert report["tiles"]["striped"]
 
 
@@ -67,6 +82,18 @@ def halo_short_by_one(right: Callable[..., Any], *args: Any) -> torch.Tensor:
     """Between the ranks of a stretch."""
     halo = right(*args)
     return torch.cat([halo[:, :1] * 0, halo[:, 1:]], 1)
+
+
+def by_rank_in_a_ring(right: Callable[..., Any], parts: Parts, x: torch.Tensor, dim: int, of_ring: bool = False) -> torch.Tensor:
+    return x if of_ring else right(parts, x, dim)
+
+
+def assert_is_seen(fault: str, monkeypatch: Any, name: str, ulysses: int, *how: Any) -> None:
+    with monkeypatch.context() as patch:
+        put_in(patch, *how)
+        distance, report = run(name, PACKED, 16, 0.0, ulysses)
+    assert report["tiles"]["striped"] and not report["tiles"]["not_tiled"], fault
+    assert distance > WRONG, (fault, distance)
 
 
 def as_one_document(right: Callable[..., Any], *args: Any) -> Any:
@@ -77,20 +104,19 @@ class TestTwoRanks(DistributedTest):
     world_size = 2
 
     def test_same_as_whole(self):
-        """The delta rule among documents; Mamba-2 around a ring; a convolution alone."""
+        """The delta rule among documents; Mamba-2 around a ring; a convolution alone; Mamba-2 beside attention."""
         check("qwen3_next", PACKED, 16, 0.5)
         check("nemotron_h", ONE, 23, 1.0, ulysses=1)
-        check("lfm2", PACKED, 5, 0.0)
+        check("lfm2", BATCHES[5][1], 5, 0.0)
+        check("falcon_h1", BATCHES[5][1], 8, 0.5)
 
     @pytest.mark.slow
     @pytest.mark.sweep
     @pytest.mark.parametrize("name", FAMILIES)
     @pytest.mark.parametrize("tile", [5, 16, 23, 64])
     def test_every_family(self, name, tile):
-        """A tile of 64 tokens holds no part of a shorter sequence."""
-        for alpha in (0.0, 1.0):
-            for batch in (LONG, LONG_PACKED) if tile == 64 else (ONE, PACKED):
-                check(name, batch, tile, alpha, ulysses=1 if alpha else 2)
+        for alpha, ulysses in ((0.0, 2), (1.0, 1)):
+            check(name, BATCHES[tile], tile, alpha, ulysses)
 
     @pytest.mark.slow
     def test_tiles_shorter_than_a_halo(self):
@@ -102,14 +128,13 @@ class TestTwoRanks(DistributedTest):
         """Some ranks have a mask, others none."""
         check("qwen3_next", Padded((7, -5)), 8, 0.5)
         check("qwen3_next", Padded((30, -40)), 8, 0.5, ulysses=1)
+        check("falcon_h1", Padded((30, -40)), 8, 0.5)
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("name", ["falcon_h1", "recurrent_gemma"])
-    def test_run_whole(self, name):
-        distance, report = run(name, ONE, 16, 0.0)
-        assert distance < EXACT
-        reasons = set(report["tiles"]["not_tiled"].values())
-        assert any("share a sequence" in why for why in reasons), reasons
+    def test_attention_and_mixers_by_heads_and_around_a_ring(self):
+        """Mixers before and behind attention; a layer that gets embeddings, too, with adapters."""
+        check("in_a_row", (ONE, PACKED), 16, 1.0)
+        check("zamba2", (ONE, PACKED), 23, 0.5, ulysses=1)
 
     @pytest.mark.slow
     def test_without_gradients(self):
@@ -129,15 +154,43 @@ class TestTwoRanks(DistributedTest):
         """Each is put in behind the check of the layers, which sees the first ones, too."""
         faults = {
             **FAULTS,
-            "tokens stay as they lie": (chain, "move", lambda right, x, *how: x),
+            "tokens stay as they lie": (striped, "move", lambda right, x, *how: x),
             "documents are not seen": (ChainedCall, "_run_tile", as_one_document),
         }
         for fault, how in faults.items():
-            with monkeypatch.context() as patch:
-                put_in(patch, *how)
-                distance, report = run("nemotron_h", PACKED, 16, 0.0)
-            assert report["tiles"]["striped"] and not report["tiles"]["not_tiled"], fault
-            assert distance > WRONG, (fault, distance)
+            assert_is_seen(fault, monkeypatch, "nemotron_h", 2, *how)
+
+    @pytest.mark.slow
+    def test_faults_beside_attention_are_seen(self, monkeypatch):
+        by_heads, around = 2, 1
+        faults = {
+            "a state is not carried": (by_heads, layer, "carrying", no_state),
+            "tokens of ranks that trade heads stay by rank": (by_heads, Parts, "sorted", by_rank_in_a_ring),
+            "attention by heads takes tiles for parts": (by_heads, attention, "running_on", lambda *how: nullcontext()),
+            "attention around a ring takes tiles for parts": (around, attention, "running_on", lambda *how: nullcontext()),
+            "positions stay as they lie": (around, striped.Striped, "argument", lambda right, order, x, dim: x),
+            "documents are not seen": (
+                around,
+                TiledCall,
+                "_stretch",
+                lambda right, call, span, packed=True: right(call, span, False),
+            ),
+        }
+        for fault, (ulysses, *how) in faults.items():
+            assert_is_seen(fault, monkeypatch, "falcon_h1", ulysses, *how)
+
+    @pytest.mark.slow
+    def test_a_tile_that_does_other_work_is_refused(self):
+        """Here on all ranks; one alone would run it again without the others."""
+        with float64(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model = build("falcon_h1")
+            sequence.set_up(model, 2)
+            ds_memo.attach(model, config(16, 0.0))
+            ONE.in_parts(model)
+            model.model.layers[1].feed_forward.act_fn = nn.Sequential(nn.SiLU(), nn.Sigmoid())
+            with pytest.raises(ds_memo.MemoError, match=r"other work in a tile .* Set memo.tile_tokens to 0"):
+                ONE.in_parts(model)
 
     @pytest.mark.slow
     def test_the_check_sees_a_halo_between_ranks(self, monkeypatch):

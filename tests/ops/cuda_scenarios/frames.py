@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 
 import torch
+from torch import nn
 
+import ds_memo
 from ds_memo.memory import device as device_memory
 from ds_memo.memory.device import join_split_blocks, keep_blocks_whole
 from ds_memo.placement import SWAPPED
@@ -125,3 +127,26 @@ def compute_waits_for_no_copy_that_is_over() -> None:
     engine.replayed(frame)
     del frame
     engine.close()
+
+
+@scenario
+def attaching_joins_split_blocks() -> None:
+    """Weights, a gradient and cuBLAS's workspaces lie in a block that scratch memory has left in torch's cache."""
+    if expandable():
+        return
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    torch.empty(256 * MIB, dtype=torch.uint8, device=DEVICE)
+    model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False, device=DEVICE) for _ in range(3)))
+    model(torch.ones(1, 1024, device=DEVICE)).sum().backward()
+    tensors = [tensor for p in model.parameters() for tensor in (p, p.grad)]
+    (large,) = (s for s in torch.cuda.memory_snapshot() if s["total_size"] == 256 * MIB)
+    inside = sum(tensor.nbytes for tensor in tensors if 0 <= tensor.data_ptr() - large["address"] < 256 * MIB)
+    assert 0 < inside < large["allocated_size"], (inside, large)  # the rest are workspaces
+    handle = ds_memo.attach(model, {"alpha": 0.0, "resident_layers": 0, "host_memory_gib": 1}, layers=["0", "1", "2"])
+    keep_blocks_whole(DEVICE, True)
+    try:
+        assert device_memory._blocks_are_whole
+    finally:
+        keep_blocks_whole(DEVICE, False)
+        handle.detach()
