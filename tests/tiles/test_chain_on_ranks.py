@@ -74,7 +74,7 @@ def run(name: str, batches: Any, tile: int, alpha: float, ulysses: int = 2) -> t
 def check(name: str, batches: Any, tile: int, alpha: float, ulysses: int = 2) -> None:
     distance, report = run(name, batches, tile, alpha, ulysses)
     assert distance < EXACT, (name, tile, alpha, ulysses, distance)
-    assert_was_tiled(report, name)
+    assert_was_tiled(report)
     assert report["tiles"]["striped"]
 
 
