@@ -233,7 +233,7 @@ def _measure_kind(asked: Asked, kind: int) -> LayerProfile:
         if asked.in_tiles and len(samples) > 1:
             asked.progress(f"{name}: now in tiles, of several lengths and groups of heads")
         in_tiles, not_tiled = _measured_in_tiles(asked, call, samples, nbytes)
-    return replace(asked.do(lambda: _profile(name, samples, asked.warn)), in_tiles=in_tiles, not_tiled=not_tiled)
+    return replace(asked.do(lambda: _profile(name, samples, full, asked.warn)), in_tiles=in_tiles, not_tiled=not_tiled)
 
 
 def _measured_in_tiles(
@@ -263,7 +263,13 @@ def _measured_in_tiles(
         return (), str(failed)
 
 
-def _profile(name: str, samples: list[LayerSample], warn: Callable[[str], None]) -> LayerProfile:
+def _profile(name: str, samples: list[LayerSample], full: int, warn: Callable[[str], None]) -> LayerProfile:
+    """Return a profile of samples that are on its lines: of all, or of the longest.
+
+    Args:
+        full: the run's length. If it is less than twice the longest sample's, other times are no news: that sample has nearly
+            the run's own, and the shorter ones may be of the host, which launches kernels.
+    """
     profile = LayerProfile(name, tuple(samples))
     if profile.is_trusted():
         return profile
@@ -275,7 +281,8 @@ def _profile(name: str, samples: list[LayerSample], warn: Callable[[str], None])
     off = profile.off()
     how = f"is {off:.0%} off the lines" if off < math.inf else "keeps other sizes than the lines say"
     lengths = f"{samples[0].length} and {samples[1].length}"
-    warn(f"profile: {name} at {samples[2].length} tokens {how} through {lengths}; the longer two are used instead")
+    if off == math.inf or full >= 2 * samples[2].length:
+        warn(f"profile: {name} at {samples[2].length} tokens {how} through {lengths}; the longer two are used instead")
     return LayerProfile(name, tuple(samples[1:]))
 
 

@@ -54,10 +54,20 @@ def test_lengths_at_which_a_layer_keeps_fewer_tensors(fewer_at, used, told):
     samples = [make_sample(length) for length in (1024, 2048, 4096)]
     samples = [replace(s, outputs=s.outputs[:-1]) if i in fewer_at else s for i, s in enumerate(samples)]
     warned = []
-    profile = run._profile("a layer", samples, warned.append)
+    profile = run._profile("a layer", samples, 4096, warned.append)
     assert tuple(sample.length for sample in profile.samples) == used
     profile.costs(1, 8192)
     assert [told in said for said in warned] == ([True] if told else [])
+
+
+@pytest.mark.parametrize("full, told", [(4096, False), (8191, False), (8192, True), (1 << 20, True)])
+def test_times_off_the_lines_are_told_where_lines_reach_far(full, told):
+    """The shorter two take as long as the host needs to launch their kernels."""
+    samples = [replace(make_sample(length), forward_s=forward_s) for length, forward_s in ((1024, 9), (2048, 10), (4096, 20))]
+    warned = []
+    profile = run._profile("a layer", samples, full, warned.append)
+    assert [sample.length for sample in profile.samples] == [2048, 4096]
+    assert ["% off the lines through 1024 and 2048" in said for said in warned] == [True] * told
 
 
 @pytest.mark.parametrize(
