@@ -13,7 +13,7 @@ from benchmarks.cpu.tile_models import groups_of
 from tests import architectures
 from tests.compiled_layers.test_gradients import MODELS as COMPILED
 from tests.deepspeed.matrix import every_case
-from tests.nvme.test_training import CASES as WITH_FILES
+from tests.nvme.test_training import CASES, HYBRIDS
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE = DOCS / "support.md"
@@ -48,7 +48,7 @@ def _settings() -> list[str]:
 
 
 def _others() -> list[str]:
-    files = sorted({case[0] for case in WITH_FILES})
+    files = sorted({case[0] for case in (*CASES, *HYBRIDS)})
     return [
         "## Other settings",
         "",

@@ -24,7 +24,8 @@ def find_layers(model: nn.Module, layers: Iterable[str | nn.Module] | None = Non
         layers: names or modules, to replace the search; empty if the model calls ``ds_memo.checkpoint`` itself.
 
     Returns:
-        Hugging Face's ``GradientCheckpointingLayer`` modules; without any, the longest outermost ``nn.ModuleList`` of one class.
+        Hugging Face's ``GradientCheckpointingLayer`` modules that are not inside another; without any, the longest outermost
+        ``nn.ModuleList`` of one class.
 
     Raises:
         MemoError: no layers are found, or several lists are equally long.
@@ -33,7 +34,12 @@ def find_layers(model: nn.Module, layers: Iterable[str | nn.Module] | None = Non
         if isinstance(layers, str) or not isinstance(layers, Iterable):
             raise MemoError(f"layers: got {quoted(layers)}, expected a list of names or modules. {HOW_TO_NAME}")
         return _named(model, list(layers))
-    found = [(name, module) for name, module in model.named_modules() if is_huggingface_layer(module)]
+    found: list[tuple[str, nn.Module]] = []
+    inside: set[nn.Module] = set()
+    for name, module in model.named_modules():
+        if is_huggingface_layer(module) and module not in inside:
+            found.append((name, module))
+            inside.update(module.modules())
     if found:
         return found
     lists = [(name, part) for name, part in _outermost_lists(model) if len({type(item) for item in part.values()}) == 1]

@@ -32,6 +32,9 @@ class ModulePatches:
         """Have every call of a layer come to ``run(forward, *args, **kwargs)``."""
         if is_huggingface_layer(module):
             self._checkpoint_with(module, run, functools.partial(self._run_compiled, run))
+            for inner in module.modules():
+                if inner is not module and is_huggingface_layer(inner):  # it is a part of this layer (Zamba2, Swin)
+                    self._checkpoint_with(inner, _plainly)
         else:
             own = module.forward
 

@@ -1,4 +1,4 @@
-"""Layers without attention in tiles under ZeRO: the losses are those without memo."""
+"""Hybrids in tiles under ZeRO: losses and gradients are those without memo."""
 
 from __future__ import annotations
 
@@ -6,31 +6,36 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-from benchmarks.tile_models import without_random_numbers
-from tests import architectures
-from tests.deepspeed.engines import ON_ONE_CPU_RANK, ds_config, start, train
+from tests.deepspeed.engines import ON_ONE_CPU_RANK, deepspeed, ds_config, start, train
+from tests.everyday import everyday
+from tests.models import Batch
+from tests.tiles.rig import assert_within
+from tests.tiles.test_chain import assert_was_tiled, build
 
 pytestmark = [*ON_ONE_CPU_RANK, pytest.mark.filterwarnings("ignore")]
-TILES = {"alpha": 0.5, "resident_layers": 0, "tile_tokens": 7, "plan": {"enabled": False}}
+TILES = {"enabled": True, "alpha": 0.5, "resident_layers": 0, "tile_tokens": 7, "plan": {"enabled": False}}
+CASES = [("nemotron_h", 3, torch.float32), ("falcon_h1", 3, torch.float32), ("qwen3_next", 2, torch.bfloat16)]
 
 
-def model(name: str) -> nn.Module:
-    return without_random_numbers(architectures.build(name))
-
-
-@pytest.mark.parametrize("name, stage, dtype", [("nemotron_h", 3, torch.float32), ("qwen3_next", 2, torch.bfloat16)])
-def test_losses_are_those_without_memo(name: str, stage: int, dtype: torch.dtype) -> None:
-    def losses(**more: Any) -> list[float]:
-        engine = start(ds_config(stage, dtype, **more), model=model(name).to(dtype))
-        found = train(engine, dtype)
+@pytest.mark.parametrize("name, stage, dtype", everyday(CASES, CASES[:1]))
+def test_same_as_without_memo(name: str, stage: int, dtype: torch.dtype) -> None:
+    def trained(**more: Any) -> tuple[dict[str, torch.Tensor], list[float]]:
+        """Return the gradients of a micro batch, and losses of steps."""
+        engine = start(ds_config(stage, dtype, gradient_accumulation_steps=1, **more), model=build(name).to(dtype))
+        batch = Batch.random(2, 37, dtype)
+        engine.backward(engine(inputs_embeds=batch.embeds, labels=batch.labels).loss)
+        safe_get = deepspeed.utils.safe_get_full_grad
+        found = {name: safe_get(parameter).double() for name, parameter in engine.module.named_parameters()}
+        engine.step()
+        losses = train(engine, dtype, steps=1, length=37)
         if more:
-            report = engine.memo.report()
-            assert report["tiles"]["layers"] == [0, 1, 2, 3] and not report["tiles"]["not_tiled"]
+            assert_was_tiled(engine.memo.report())
             engine.memo.detach()
         engine.destroy()
-        return found
+        return found, losses
 
-    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
-    assert losses(memo={"enabled": True, **TILES}) == pytest.approx(losses(), rel=tolerance)
+    in_tiles, want = trained(memo=TILES), trained()
+    assert in_tiles[1] == pytest.approx(want[1], rel=1e-5 if dtype == torch.float32 else 2e-2)
+    if dtype == torch.float32:
+        assert_within(in_tiles[0], want[0], 1e-5)

@@ -17,6 +17,7 @@ import ds_memo
 from ds_memo.ops.allocator import Allocator
 from ds_memo.ops.builder import AllocatorBuilder
 from ds_memo.runtime.active_forward import in_forward
+from tests import architectures
 from tests.inside import inside
 from tests.models import Batch, Block, Toy, assert_same, build, step
 from tests.runtime.traces import fingerprint, memo_threads
@@ -150,6 +151,23 @@ def test_gradient_checkpointing_switched_over_memo(call: str) -> None:
     getattr(model, call)()
     assert_same(step(model, BATCH), want)
     assert handle.report()["frames"] == 4 and handle.report()["bytes_to_host"] > 0
+    handle.detach()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_layers_inside_layers_are_parts_of_these() -> None:
+    """Zamba2's hybrid layers hold Mamba layers, which are neither counted nor checkpointed by themselves."""
+    model = architectures.build("zamba2")
+    stock, batch = copy.deepcopy(model), Batch.random(2, 17)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ds_memo.MemoWarning)
+        handle = ds_memo.attach(model, {"alpha": 1.0, "resident_layers": 2})
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        assert_same(step(model, batch), step(stock, batch), tolerance=1e-5)
+    report = handle.report()
+    assert [layer.name for layer in inside(handle).layers] == [f"model.layers.{number}" for number in range(6)]
+    assert report["layers"] == report["frames"] == 6 and report["gemm_flops_recomputed_fraction"] == 0
+    assert report["layers_on_device"] == [4, 5]
     handle.detach()
 
 

@@ -8,6 +8,7 @@ from dataclasses import fields
 
 from ds_memo.sequence.parts import Parts
 from ds_memo.sequence.ranks import SequenceRanks
+from ds_memo.sequence.striped import Striped
 
 SHAPES = ((1, 1), (2, 1), (1, 2), (3, 1), (1, 3), (2, 2), (1, 4), (4, 2), (2, 4), (3, 2))
 """Ulysses ranks and ring numbers."""
@@ -24,6 +25,11 @@ def of_all(
 ) -> list[Parts]:
     """Return the parts as each rank has them."""
     return [Parts(ranks(ulysses, ring, number), length, documents, zigzag) for number in range(ulysses * ring)]
+
+
+def striped(everywhere: Sequence[Parts], tile: int) -> list[Parts]:
+    """Return the same sequences in tiles, as each rank has them."""
+    return [Striped(parts, tile) for parts in everywhere]
 
 
 def random_documents(generator: random.Random, length: int, rows: int) -> tuple[tuple[int, ...], ...]:

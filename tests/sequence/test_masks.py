@@ -12,7 +12,7 @@ from ds_memo.sequence import masks
 from ds_memo.sequence.masks import Band, Mask, plan
 from ds_memo.sequence.parts import Parts
 from tests.faults import put_in
-from tests.sequence.layouts import SHAPES, of_all, random_documents
+from tests.sequence.layouts import SHAPES, of_all, random_documents, striped
 
 KINDS = ("causal", "window", "chunk", "both", "table")
 LENGTHS = (1, 2, 7, 24, 41, 45, 67)
@@ -91,8 +91,12 @@ def random_table(generator: random.Random, length: int, rows: int) -> tuple[torc
     return lo, hi
 
 
-def differs(generator: random.Random, ulysses: int, ring: int, kind: str) -> bool:
-    """Plan attention of a random batch; return True if it computes other pairs than it should, or padding sees or is seen."""
+def differs(generator: random.Random, ulysses: int, ring: int, kind: str, tile: int = 0) -> bool:
+    """Plan attention of a random batch; return True if it computes other pairs than it should, or padding sees or is seen.
+
+    Args:
+        tile: tokens of tiles, if ranks have their tokens in the order of these.
+    """
     length, rows, zigzag = generator.choice(LENGTHS), generator.choice((1, 2, 3)), generator.random() < 0.8
     documents = ((0,),) if generator.random() < 0.3 or length == 1 else random_documents(generator, length, rows)
     table = random_table(generator, length, generator.choice((1, rows))) if kind == "table" else None
@@ -100,7 +104,8 @@ def differs(generator: random.Random, ulysses: int, ring: int, kind: str) -> boo
     rows = max(len(documents), 1 if table is None else len(table[0]))
     documents = documents * (rows // len(documents))
     want = dense(mask, length, documents)
-    pairs = computed(of_all(ulysses, ring, length, documents, zigzag), mask, rows)
+    everywhere = of_all(ulysses, ring, length, documents, zigzag)
+    pairs = computed(striped(everywhere, tile) if tile else everywhere, mask, rows)
     padding_meets = pairs[:, length:, :length].any() or pairs[:, :length, length:].any()
     return bool(padding_meets) or not torch.equal(pairs[:, :length, :length], want.int())
 
@@ -110,6 +115,14 @@ def differs(generator: random.Random, ulysses: int, ring: int, kind: str) -> boo
 def test_each_visible_pair_once(ulysses, ring, kind):
     for seed in range(25):
         assert not differs(random.Random(f"{seed} {kind}"), ulysses, ring, kind), seed
+
+
+@pytest.mark.parametrize("ulysses, ring", SHAPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_visible_pair_once_in_stripes(ulysses, ring, kind):
+    for seed in range(10):
+        generator = random.Random(f"{seed} {kind}")
+        assert not differs(generator, ulysses, ring, kind, tile=generator.choice((3, 5, 8))), seed
 
 
 @pytest.mark.parametrize("kind", KINDS)

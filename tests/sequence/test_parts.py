@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from ds_memo.sequence.parts import contiguous, cut, even
-from tests.sequence.layouts import SHAPES, of_all
+from ds_memo.spans import spans
+from tests.sequence.layouts import SHAPES, of_all, striped
 
 LENGTHS = (1, 5, 41, 45, 64, 67, 64 * 3 + 5)
 both_ways = pytest.mark.parametrize("zigzag", [True, False])
@@ -64,6 +65,23 @@ def test_order_and_back(ulysses, ring, zigzag):
     for parts, part in zip(everywhere, own, strict=True):
         assert torch.equal(part, whole[:, tokens_of(parts.pieces)])
         assert torch.equal(parts.sorted(by_rank, 1), whole) and torch.equal(parts.by_rank(whole, 1), by_rank)
+
+
+@every_shape
+@pytest.mark.parametrize("tile", [3, 5, 64])
+def test_tiles_of_one_number_are_a_stretch(ulysses, ring, tile):
+    """Ranks that trade heads sort what they have of all stretches, and get the pieces that a ring sends around."""
+    parts = of_all(ulysses, ring, 67)
+    cut_at = [span.tokens for span in spans(1, parts[0].own, tile)]
+    everywhere = striped(parts, cut_at[0].stop)
+    flat = [tokens_of(pieces) for pieces in everywhere[0].all_pieces]
+    assert list(itertools.chain(*(own[tokens] for tokens in cut_at for own in flat))) == list(range(everywhere[0].length))
+    for number in range(ring):
+        of_group = torch.tensor([*itertools.chain(*flat[number * ulysses : (number + 1) * ulysses])])[None]
+        parts = everywhere[number * ulysses]
+        in_order = parts.sorted(of_group, 1, of_ring=True)
+        assert in_order[0].tolist() == tokens_of(parts.pieces_of_ring(number))
+        assert torch.equal(parts.by_rank(in_order, 1, of_ring=True), of_group)
 
 
 @every_shape
