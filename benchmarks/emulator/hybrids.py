@@ -182,7 +182,7 @@ def measure(points: Points, row: dict[str, Any], save: Callable[[], None], with_
 
 def claims(name: str, row: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the bars of one width and budget."""
-    best = {rival: longest(row[rival]) for rival in STARTS}
+    best = {rival: longest(row.get(rival, [])) for rival in STARTS}
     ours = best[PLANNED]
     if ours is None:
         return [results.unmeasured(f"{name}: longest length", "no length fits")]
@@ -204,7 +204,7 @@ def table(rows: dict[str, Any]) -> list[str]:
     lines = ["| width | device / host GiB | ds_memo | layers without attention whole | `hf_offload` | ratios | step there, ms |"]
     lines.append("|" + "---|" * 7)
     for name, row in rows.items():
-        ours, whole, offload = (longest(row[rival]) for rival in (PLANNED, MIXERS_WHOLE, OFFLOAD))
+        ours, whole, offload = (longest(row.get(rival, [])) for rival in (PLANNED, MIXERS_WHOLE, OFFLOAD))
         lengths = [found["length"] if found else 0 for found in (ours, whole, offload)]
         ratios = ", ".join(f"{lengths[0] / length:.1f}" if length else "–" for length in lengths[1:])
         here = row.get("where whole mixers end", {})
