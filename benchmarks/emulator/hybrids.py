@@ -50,10 +50,9 @@ BARS = {MIXERS_WHOLE: 3.0, OFFLOAD: 2.0}
 """Least ratios of ds_memo's longest length and each other's."""
 EQUALLY_FAST = 1.0
 PARTS = {
-    "benchmarks/workloads.py:loss_of": "kept on the device since the forward",
     "tiles/weight_gradients.py": "sums of weight gradients in fp32",
-    "tiles/chain.py:_tile_backward": "a tile without attention, forward again and backward",
-    "tiles/chain.py:_run_tile": "a tile without attention, forward again and backward",
+    "tiles/chain.py:_tile_backward": "layers without attention: what stays on the device, and tiles",
+    "tiles/chain.py:_run_tile": "layers without attention: what stays on the device, and tiles",
     "tiles/attention.py": "attention's operands, output and their gradients",
     "tiles/attention_call.py": "attention's operands, output and their gradients",
     "tiles/layer.py:_tile": "a tile of an attention layer",
