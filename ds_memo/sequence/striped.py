@@ -59,13 +59,17 @@ class Striped(Parts):
         return move(x, self.all_pieces, self._outside, self.ranks.group)
 
     def argument(self, x: torch.Tensor, dim: int) -> torch.Tensor:
-        """Do what :meth:`enter` does with tokens along any dimension, once for all layers that get the same tensor."""
+        """Do what :meth:`enter` does with tokens along any dimension, once for all layers that get the same tensor.
+
+        For a trained leaf each time: it may come again in the next forward, when the graph from here to it is gone.
+        """
         state = torch.is_grad_enabled(), None if x.is_inference() else x._version
         was, found = self._arguments.get(x, (None, x))
         if was != state:
             first = (x.byte() if x.dtype == torch.bool else x).movedim(dim, 0)[None]  # gloo sends no bool
             found = self.enter(first)[0].movedim(0, dim).to(x.dtype)
-            self._arguments[x] = state, found
+            if not (x.is_leaf and x.requires_grad):
+                self._arguments[x] = state, found
         return found
 
     def is_packed(self, span: Span) -> bool:
