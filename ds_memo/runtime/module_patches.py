@@ -208,6 +208,7 @@ def nothing(*args: Any) -> None:
 
 
 def _under_dynamo(fn: Callable[..., Any], callback: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call `fn` where dynamo traces it, as without memo."""
     from torch._C._dynamo.eval_frame import set_eval_frame
 
     set_eval_frame(callback)
