@@ -77,9 +77,9 @@ class Verdict:
         return self.difference <= self.bar and self.loss_difference <= TOLERANCE
 
 
-def verdict(name: str, runs: Iterable[Run] = RUNS) -> Verdict:
+def verdict(name: str, runs: Iterable[Run] = RUNS, device: torch.device | str = "cpu") -> Verdict:
     """Compare an architecture in tiles with stock."""
-    model = without_random_numbers(architectures.build(name))
+    model = without_random_numbers(architectures.build(name)).to(device)
     worst, wrong, loss_off, bar, layers, tiled, reasons = 0.0, "", 0.0, TOLERANCE, 0, [], set()
     for run in runs:
         stock, attached = copy.deepcopy(model), copy.deepcopy(model)
@@ -123,14 +123,15 @@ def one_bit_off(model: nn.Module) -> nn.Module:
     model, generator = copy.deepcopy(model), torch.Generator().manual_seed(0)
     with torch.no_grad():
         for weight in model.parameters():
-            weight.mul_(1 + torch.finfo(torch.float32).eps * torch.randn(weight.shape, generator=generator))
+            noise = torch.randn(weight.shape, generator=generator).to(weight.device)
+            weight.mul_(1 + torch.finfo(torch.float32).eps * noise)
     return model
 
 
 def step(model: nn.Module, batch: tuple[int, int]) -> tuple[float, dict[str, torch.Tensor | None]]:
     """Return the loss and the gradients of a step; None: the parameter has none."""
     generator = torch.Generator().manual_seed(batch[1])
-    ids = torch.randint(3, architectures.VOCAB, batch, generator=generator)
+    ids = torch.randint(3, architectures.VOCAB, batch, generator=generator).to(next(model.parameters()).device)
     torch.manual_seed(0)
     loss = model(input_ids=ids, labels=ids).loss
     loss.backward()

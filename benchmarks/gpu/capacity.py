@@ -1,12 +1,13 @@
 """The longest sequence that each rival can train within the same device and host memory.
 
     bash benchmarks/gpu.sh capacity [--workloads gpt7b] [--device-gib 16] [--host-gibs 32 2] [--rivals …|all] [--budget-s 420]
-                                    [--device cuda|cpu] [--out DIR]
+                                    [--lengths 106496 204800] [--device cuda|cpu] [--out DIR]
 
 Per rival and host budget a process of its own doubles the length until it does not fit, then closes in until what fits and what
 does not are within a sixteenth. A length fits if whole steps run: two during the search (ds_memo's first leaves more memory
 alone than later ones), and at the end as many as planned addresses need, and one more. ds_memo and the rivals
-that get furthest come first, and each may take half of the time that is left.
+that get furthest come first, and each may take half of the time that is left. With `--lengths` each rival tries these instead, in
+full: the emulator knows where each one ends.
 
 On CUDA the device budget is PyTorch's own limit of this process, and host memory that a rival pins beyond the host budget counts
 as not fitting. On a CPU, where there is no second kind of memory, the device budget is on the bytes that tensors take
@@ -148,7 +149,7 @@ def begin(shape: Shape, rival: str, budget: Budget) -> tuple[torch.nn.Module, in
     device, cuda = budget.device, budget.device.type == "cuda"
     if cuda:
         whole = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, budget.device_bytes / whole), device)
+        torch.cuda.set_per_process_memory_fraction(min(1.0, budget.device_bytes / whole))  # of the current device
         use_expandable(RIVALS[rival].expandable, device)
     model = build(shape, device)
     grain = (1024 if cuda else 8) * shape.ranks
@@ -229,17 +230,25 @@ def search_apart(
 
 
 def measure(
-    run: results.Run, shape: Shape, rivals: list[str], budgets: list[int], budget: Budget, device_bytes: int, until: float
+    run: results.Run,
+    shape: Shape,
+    rivals: list[str],
+    budgets: list[int],
+    budget: Budget,
+    device_bytes: int,
+    until: float,
+    tried: Sequence[int] = (),
 ) -> None:
     """Search with every rival at every host budget while there is time; then train ds_memo at their lengths.
 
     Args:
         until: seconds since the run began.
+        tried: lengths that every rival trains instead of a search.
     """
     jobs = [(rival, host) for rival in rivals for host in budgets]
     rows: list[dict[str, Any]] = []
     before = list(run.found["claims"])
-    kept = KEPT * (until - run.seconds()) if PLANNED in rivals else 0.0
+    kept = KEPT * (until - run.seconds()) if PLANNED in rivals and not tried else 0.0
     for number, (rival, host) in enumerate(jobs):
         left = until - kept - run.seconds()
         if left < 10:
@@ -257,18 +266,18 @@ def measure(
             continue
         share = left if number == len(jobs) - 1 else left / 2
         name = f"capacity: {rival} at {host / GIB:.3g} GiB"
-        search = run.attempt(name, search_apart, shape, rival, replace(budget, host_bytes=host), share, device_bytes)
+        search = run.attempt(name, search_apart, shape, rival, replace(budget, host_bytes=host), share, device_bytes, tried)
         probes, why = search or ([], "it broke")
         best = longest(probes)
         fails = min((found["length"] for found in probes if not found["fits"]), default=None)
         row |= {"longest": best and best["length"], "fails_at": fails, "step_s": best and best["step_s"]}
-        row |= {"ended_early": why, "probes": probes}
+        row |= {"ended_early": why, "probes": probes} | ({"at_rivals": probes} if tried else {})
         if why and why.startswith("exit"):
             run.failures.append(f"{name}: {why}")
         run.save(claims=before + claims(rows))
         text = f"{best['length']} tokens, {best['step_s']:.3g} s a step" if best else "no length fits"
         results.say(f"    host {host / GIB:6.3g} GiB  {rival:22s} {text}{f' ({why[:60]})' if why else ''}")
-    compared = [row for row in rows if row["rival"] == PLANNED and lengths_to_compare(row, rows)]
+    compared = [row for row in rows if row["rival"] == PLANNED and not tried and lengths_to_compare(row, rows)]
     for number, ours in enumerate(compared):
         seconds = (until - run.seconds()) / (len(compared) - number)
         if seconds < 10:
@@ -334,9 +343,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.set_defaults(rivals=list(BEST), host_gib=None)
     parser.add_argument("--device-gib", type=float, help="of the device; absent: 16, on a CPU 0.004")
     parser.add_argument("--host-gibs", type=float, nargs="+", help="host budgets, one after the other; absent: 32 and 2")
+    parser.add_argument("--lengths", type=int, nargs="+", default=(), help="try these in full instead of searches")
     for hidden in ("child", "workload"):
         parser.add_argument(f"--{hidden}", help=argparse.SUPPRESS)
-    parser.add_argument("--lengths", type=int, nargs="+", default=(), help=argparse.SUPPRESS)
     for hidden in ("host-bytes", "device-bytes"):
         parser.add_argument(f"--{hidden}", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--bandwidth", type=float, help=argparse.SUPPRESS)
@@ -361,7 +370,7 @@ def main(arguments: list[str] | None = None) -> int:
     for number, name in enumerate(names):
         results.say(f"{name}: {device_gib:.3g} GiB of device memory")
         until = run.seconds() + (options.budget_s - run.seconds()) / (len(names) - number)
-        run.attempt(name, measure, run, shapes(device)[name], rivals, budgets, budget, device_bytes, until)
+        run.attempt(name, measure, run, shapes(device)[name], rivals, budgets, budget, device_bytes, until, options.lengths)
     return run.finish()
 
 

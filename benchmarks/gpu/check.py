@@ -18,6 +18,7 @@ and, where --parts names them, as their processes import everything or wait for 
 
     allocator      planned addresses (benchmarks/check_addresses.py)
     flex           gradients with FlexAttention, on CUDA (benchmarks/check_flex.py)
+    tiles          gradients of layers in tiles, of dense models and of models with scans (benchmarks/check_tiles.py)
 
 The result goes to benchmarks/results/check-<device>.json (check_<parts>-<device>.json) with versions and raw samples, after each
 part: one that breaks or is ended from outside takes nothing else with it.
@@ -44,7 +45,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import ds_memo
-from benchmarks import attention, check_addresses, check_flex, host, link, memory, overhead, results
+from benchmarks import attention, check_addresses, check_flex, check_tiles, host, link, memory, overhead, results
 from benchmarks.emulated_process import is_emulated
 from benchmarks.emulated_verbs import emulation, run_emulated_verb
 from benchmarks.environment import environment
@@ -245,6 +246,7 @@ def parts(device: torch.device, left: Callable[[], float]) -> dict[str, Callable
         "link": lambda: link.measure(device, gib=1.0 if cuda else 0.03),
         "allocator": lambda: check_addresses.measure(device, attempt, left),
         "flex": lambda: check_flex.measure(device, dtype) if cuda else {"skipped": "PyTorch's has no backward on a CPU"},
+        "tiles": lambda: check_tiles.measure(device, dtype),
     }
     return found
 
