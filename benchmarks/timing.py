@@ -47,9 +47,19 @@ class Trainer:
         return loss.detach(), {name: p.grad.clone() for name, p in self.model.named_parameters()}
 
     def step(self, installed: Installed) -> None:
+        self._backward(installed)
+        self._update()
+
+    def gradient_norm(self, installed: Installed) -> float:
+        """Return the norm of all gradients of a step."""
+        self._backward(installed)
+        norm = float(nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None]))
+        self._update()
+        return norm
+
+    def _backward(self, installed: Installed) -> None:
         with installed.around():
             loss_of(self.model, self.ids).backward()
-        self._update()
 
     def _update(self) -> None:
         self.optimizer.step()

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -43,6 +44,8 @@ BEST = (PLANNED, "alst", "hf_offload", "deepspeed", "checkpoint")
 """Searched by default, as the time holds them."""
 ALL = (*dict.fromkeys((*BEST, *OURS, *(name for name in RIVALS if name not in ("paper, expandable", SWAPPING, MIXERS_WHOLE)))),)
 """Dropped from the end where the time does not suffice."""
+ALIKE = 0.05
+"""Share by which norms of all gradients may differ at one length. A rival that leaves a kernel out is fast for nothing."""
 EQUALLY_FAST = 1.03
 """Bar for the ratio of two step times that are measured once each."""
 KEPT = 1 / 4
@@ -104,10 +107,10 @@ class Search:
 
 
 def probe(shape: Shape, length: int, rival_name: str, budget: Budget, model: torch.nn.Module, warm_up: int = 1) -> dict[str, Any]:
-    """Run steps of one length; return if they fit, and the seconds of the last.
+    """Run steps of one length; return if they fit, the seconds of the last, and the norm of the gradients before it.
 
     Args:
-        warm_up: steps before the one that is timed.
+        warm_up: steps before the one that is timed; at least 1.
     """
     rival = RIVALS[rival_name]
     device = budget.device
@@ -119,8 +122,9 @@ def probe(shape: Shape, length: int, rival_name: str, budget: Budget, model: tor
             budget = replace(budget, layer_forward_s=trainer.layer_forward_s(shape.layers))
         with rival.on(model, budget) as installed:
             memory = Memory(device)
-            for _ in range(warm_up):
+            for _ in range(warm_up - 1):
                 trainer.step(installed)
+            found["gradient_norm"] = trainer.gradient_norm(installed)
             found["step_s"] = trainer.seconds(installed)
             found |= memory.read(warm_up + 1, lambda: trainer.step(installed))
             found["report"] = results.plain(installed.report())
@@ -290,7 +294,23 @@ def measure(
         if why and why.startswith("exit"):
             run.failures.append(f"{name}: {why}")
         run.save(claims=before + claims(rows))
+    run.failures += unlike(rows)
     results.say_claims(run.found["claims"][len(before) :])
+
+
+def unlike(rows: list[dict[str, Any]]) -> list[str]:
+    """Return the lengths at which rivals' gradients have other norms than most."""
+    norms: dict[int, dict[str, float]] = {}
+    for row in rows:
+        for found in (*row["probes"], *row.get("at_rivals", ())):
+            if found["fits"]:
+                norms.setdefault(found["length"], {})[row["rival"]] = found["gradient_norm"]
+    found = []
+    for length, by_rival in norms.items():
+        middle = statistics.median(by_rival.values())
+        if others := [f"{rival} {norm:.4g}" for rival, norm in by_rival.items() if not abs(norm - middle) <= ALIKE * middle]:
+            found.append(f"capacity: norm of all gradients at {length} tokens: {', '.join(others)}; median {middle:.4g}")
+    return found
 
 
 def lengths_to_compare(ours: dict[str, Any], rows: list[dict[str, Any]]) -> list[int]:

@@ -76,8 +76,8 @@ class _HeadGroups(torch.autograd.Function):
         result, others = None, []
         for group in range(layout.groups):
             q, k, v = layout.arrange(_project(x, parameters, layout.groups, group), cos, sin)
-            with _Kernel() as kernel:
-                out = sdpa(q, k, v, layout.scale)
+            with torch.enable_grad(), _Kernel() as kernel:  # without gradients cuDNN's kernel gives no log-sum-exp
+                out = sdpa(*(x.requires_grad_() for x in (q, k, v)), layout.scale).detach()
             del q, k, v
             out = ranks_to_heads(out, layout.ranks)
             if result is None:

@@ -61,7 +61,7 @@ def test_ours_and_the_best_have_their_time_first(monkeypatch, tmp_path):
         nonlocal clock
         seen.append((rival, budget.host_bytes, seconds, *lengths))
         clock += 60
-        return [{"length": 8, "fits": True, "step_s": 1.0}], None
+        return [{"length": 8, "fits": True, "step_s": 1.0, "gradient_norm": 2.0}], None
 
     monkeypatch.setattr(capacity, "search_apart", search)
     shape, rivals = speed.shapes(CPU)["gpt7b"], ["ds_memo, planned", "checkpoint"]
@@ -86,7 +86,7 @@ def test_every_search_is_in_the_file_before_the_next_one(monkeypatch, tmp_path):
         seen.append(json.loads(run.path.read_text()))
         if rival == "deepspeed":
             raise OSError("no process")
-        return [{"length": 8, "fits": True, "step_s": 1.0}], None
+        return [{"length": 8, "fits": True, "step_s": 1.0, "gradient_norm": 2.0}], None
 
     monkeypatch.setattr(capacity, "search_apart", search)
     rivals = ["checkpoint", "deepspeed", "hf_offload"]
@@ -95,6 +95,34 @@ def test_every_search_is_in_the_file_before_the_next_one(monkeypatch, tmp_path):
     assert run.failures == ["capacity: deepspeed at 1 GiB: OSError: no process"]
     assert [row["longest"] for row in run.found["rivals"]] == [8, None, 8]
     assert run.finish() == 1 and "unfinished" not in json.loads(run.path.read_text())
+
+
+def test_a_rival_that_leaves_gradients_out_shows():
+    """cuDNN's attention once ran no backward in a rival of ours, which so was faster than the card can be."""
+
+    def row(rival, **norms):
+        probes = [{"length": int(at[1:]), "fits": True, "gradient_norm": norm} for at, norm in norms.items()]
+        return {"rival": rival, "probes": [*probes, {"length": 99, "fits": False}]}
+
+    rows = [row("alst", _8=2.0, _16=3.0), row("upipe", _8=2.02, _16=1.0), row("ds_memo", _16=3.01)]
+    (failure,) = capacity.unlike(rows)
+    assert "at 16 tokens: upipe 1; median 3" in failure
+    assert capacity.unlike(rows[::2]) == []
+    assert len(capacity.unlike([row("one", _8=float("nan")), row("two", _8=1.0)])) == 1
+
+
+@pytest.mark.slow
+def test_lengths_are_tried_by_every_rival_and_compared(tmp_path):
+    words = ["--device", "cpu", "--out", str(tmp_path / "found.json"), "--device-gib", "0.1", "--host-gibs", "0.1"]
+    assert capacity.main([*words, "--rivals", "alst", "ds_memo, planned", "--lengths", "24", "16"]) == 0
+    found = json.loads((tmp_path / "found.json").read_text())
+    for row in found["rivals"]:
+        assert [probe["length"] for probe in row["probes"]] == [64, 24, 16] and row["longest"] == 64
+        assert all(probe["gradient_norm"] > 0 for probe in row["probes"])
+    assert [claim["claim"].split(",")[0] for claim in found["claims"]] == [
+        "longest / longest of the rivals (alst)",
+        "step / step of alst at 64 tokens",
+    ]
 
 
 @pytest.mark.parametrize("rival", ["paper", "paper, planned"])

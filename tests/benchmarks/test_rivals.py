@@ -17,6 +17,7 @@ from benchmarks.rivals import RIVALS, Budget, Installed, unpinned
 from benchmarks.timing import Trainer
 from ds_memo.remat import op_policy
 from ds_memo.remat.undo import changed
+from tests.attention_kernels import cuda_kernels
 from tests.distributed_harness.common import ON_CPU, DistributedTest
 from tests.everyday import everyday
 
@@ -55,6 +56,18 @@ def test_gradients_are_those_of_stock(name, workload, stock, tmp_path):
             assert max(distance(got, want).values()) <= FP32
     again_loss, again = trainer.gradients(Installed())  # it is taken off without a trace
     assert torch.equal(again_loss, loss) and max(distance(again, want).values()) == 0
+
+
+@pytest.mark.parametrize("kernel", ["cudnn", "efficient"])
+@pytest.mark.parametrize("name", ["alst", "upipe", "paper", "ds_memo, planned"])
+def test_a_log_sum_exp_that_is_there_only_for_gradients(name, kernel, stock, tmp_path):
+    """A kernel that runs without gradients gives none. Of an empty one cuDNN's backward computes nothing, and says nothing."""
+    shape, trainer, _, want = stock("llama8b")
+    with cuda_kernels(kernel) as ran, RIVALS[name].on(trainer.model, budget(shape, cache_dir=str(tmp_path))) as installed:
+        for _ in range(2):
+            _, got = trainer.gradients(installed)
+            assert max(distance(got, want).values()) <= FP32
+        assert f"_scaled_dot_product_{kernel}_attention_backward" in ran
 
 
 @pytest.mark.parametrize("workload", ["gpt7b", "llama8b", "ulysses8"])
