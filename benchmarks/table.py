@@ -146,6 +146,7 @@ def _why(out: str) -> str:
     """Return the reason in two or three words; the JSON has all of it."""
     reasons = {
         "no time": "no time",
+        "void": "void",
         "is not installed": "not installed",
         "not tried": "not tried: host",
         "OutOfMemoryError": "out of memory",
