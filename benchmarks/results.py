@@ -20,7 +20,7 @@ from benchmarks.environment import environment
 
 FOLDER = Path(__file__).parent / "results"
 VERBS = ("first", "check", "speed", "capacity", "planner")
-APART = ("allocator", "flex", "tiles")
+APART = ("allocator", "flex", "tiles", "tiles_float32")
 """Parts of `check` that run where --parts names them: their processes import everything, or wait for a compiler."""
 NO_TIME = "no time left"
 ARCHIVE_MOST = 12 << 20

@@ -18,7 +18,8 @@ and, where --parts names them, as their processes import everything or wait for 
 
     allocator      planned addresses (benchmarks/check_addresses.py)
     flex           gradients with FlexAttention, on CUDA (benchmarks/check_flex.py)
-    tiles          gradients of layers in tiles, of dense models and of models with scans (benchmarks/check_tiles.py)
+    tiles          gradients of layers in tiles in half precision (benchmarks/check_tiles.py)
+    tiles_float32  the same in float32, of models with experts, convolutions and scans
 
 The result goes to benchmarks/results/check-<device>.json (check_<parts>-<device>.json) with versions and raw samples, after each
 part: one that breaks or is ended from outside takes nothing else with it.
@@ -247,6 +248,7 @@ def parts(device: torch.device, left: Callable[[], float]) -> dict[str, Callable
         "allocator": lambda: check_addresses.measure(device, attempt, left),
         "flex": lambda: check_flex.measure(device, dtype) if cuda else {"skipped": "PyTorch's has no backward on a CPU"},
         "tiles": lambda: check_tiles.measure(device, dtype),
+        "tiles_float32": lambda: check_tiles.measure(device, torch.float32, check_tiles.FLOAT32),
     }
     return found
 

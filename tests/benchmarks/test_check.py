@@ -9,11 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import check, results
+from benchmarks import check, check_tiles, results
 from benchmarks.check import LIMIT_S, attempt
 from benchmarks.noise import distance, noise
 from ds_memo.ops.builder import cuda_headers
+from ds_memo.remat.checkpoint import CannotTile
+from ds_memo.spans import Span
+from ds_memo.tiles import layer, tiling
 from tests import models
+from tests.faults import put_in
 
 ROOT = Path(__file__).parents[2]
 
@@ -40,7 +44,7 @@ def test_parts_apart_run_where_they_are_named(tmp_path):
     out = tmp_path / "check.json"
     assert check.main(["--device", "cpu", "--parts", "allocator,flex", "--out", str(out)]) == 0
     result = json.loads(out.read_text())
-    assert result.keys() == {"verb", "environment", *results.APART, "seconds", "failures"}
+    assert result.keys() == {"verb", "environment", "allocator", "flex", "seconds", "failures"}
     assert result["allocator"]["pairs"]["samples_ns"] and "no backward" in result["flex"]["skipped"]
 
 
@@ -93,6 +97,33 @@ def test_a_model_that_breaks_takes_no_other_with_it(monkeypatch):
     found = check.gradients(torch.device("cpu"), torch.float32, alphas=(0.5,), residents=(2,))
     assert found["failures"] == ["broken: RuntimeError: cuDNN: No execution plans support the graph"]
     assert found["models"]["plain"]["failures"] == []
+
+
+@pytest.mark.parametrize("names", [("llama",), ("mixtral",)])
+def test_tiles_that_round_as_stock_pass(names):
+    found = check_tiles.measure(torch.device("cpu"), torch.bfloat16, names)
+    assert found["failures"] == []
+    assert all(row["tiled"] == models.LAYERS and 0 < row["worst"] <= row["bar"] for row in found["models"].values())
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_a_tile_that_reads_its_neighbours_tokens_shows(name, monkeypatch):
+    def shifted(right, tensor, span, dim):
+        late = span.tokens.stop < tensor.shape[dim]
+        return right(tensor, Span(span.rows, slice(span.tokens.start + late, span.tokens.stop + late)), dim)
+
+    put_in(monkeypatch, layer, "part", shifted)
+    found = check_tiles.measure(torch.device("cpu"), torch.bfloat16, [name])
+    assert found["failures"] and name in found["failures"][0]
+
+
+def test_a_layer_that_runs_whole_is_no_layer_in_tiles(monkeypatch):
+    def refuses(right, *args):
+        raise CannotTile("it is asked to run whole")
+
+    put_in(monkeypatch, tiling, "probe", refuses)
+    failures = check_tiles.measure(torch.device("cpu"), torch.bfloat16, ["llama"])["failures"]
+    assert failures and "runs whole" in failures[0]
 
 
 def test_an_error_in_a_setting_names_it(monkeypatch):

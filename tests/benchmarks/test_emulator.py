@@ -276,8 +276,13 @@ def test_copies_hide_and_nothing_is_slower_than_a_rival(workload: str, one_gpu: 
     assert told == pytest.approx(came, rel=0.01)
 
 
-SHAPES = {
-    "gpt7b": {"model_type": "gpt_neox", "intermediate_size": 16384},
+SHAPES: dict[str, dict[str, Any]] = {
+    "gpt7b": {
+        "model_type": "gpt_neox",
+        "intermediate_size": 16384,
+        "use_parallel_residual": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0},
+    },
     "llama8b": {"model_type": "llama", "num_key_value_heads": 8, "intermediate_size": 14336},
 }
 

@@ -13,7 +13,7 @@ from tests.processes import assert_gone, finished, processes_with
 
 pytestmark = pytest.mark.processes
 GPU_SH = Path(__file__).parents[2] / "benchmarks" / "gpu.sh"
-VERBS = ("check", "check --parts allocator,flex", "speed", "capacity", "planner")
+VERBS = ("check", "check --parts allocator,flex", "check --parts tiles,tiles_float32", "speed", "capacity", "planner")
 
 
 def standing_in(folder, script):
