@@ -402,11 +402,12 @@ class Addresses:
     def _have_arena(self, known: Known) -> None:
         """Make the arena large enough for the plan. Free a smaller arena first, and what torch's cache holds of such passes."""
         fresh, known.fresh = known.fresh, False
-        if self._allocator.arena_bytes >= known.plan.peak:
-            return
-        self._allocator.reserve(0)
+        if small := self._allocator.arena_bytes < known.plan.peak:
+            self._allocator.reserve(0)
         if fresh and self._device.type == "cuda":  # else torch frees what it must; the next pass would ask for all of it again
             torch.cuda.empty_cache()
+        if not small:
+            return
         try:
             self._allocator.reserve(known.plan.peak)
         except RuntimeError as error:  # torch.OutOfMemoryError is one
