@@ -149,7 +149,7 @@ def test_no_rival_is_faster_under_deepspeed(stage: int, capfd: pytest.CaptureFix
 
 @pytest.mark.parametrize("gathers", ["overlapping", "not overlapping"])
 def test_one_of_eight_ranks_trains_where_memory_is_tight(gathers: str, tmp_path: Path) -> None:
-    """ZeRO-3 makes the model in pieces, on 80 GiB, most of which is used. The seventh step may want a last block of small tensors."""
+    """ZeRO-3 makes the model in pieces, on 80 GiB, most of which is used. Step 7 may want a last block of small tensors."""
     last = rehearsed(tmp_path, 80, overlap_comm=gathers == "overlapping")[-1]
     assert last["hits"] > 1000 and last["mallocs"] == 0 and last["warnings"] == []
     assert 0.85 * 80 * GIB < last["reserved"] < 80 * GIB
