@@ -4,7 +4,7 @@
     python -m benchmarks.longest [-o FILE.json]
 
 Each search is a process of its own (`python -m benchmarks.emulator capacity`), and so is each length that ds_memo trains with
-nothing set (`… step`). What the file has is not run again: name a new one to run all, in about an hour. No figure is a GPU's.
+nothing set (`… step`). What the file has is not run again: name a new one to run all, in 25 minutes. No figure is a GPU's.
 """
 
 from __future__ import annotations
