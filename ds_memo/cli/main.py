@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib import import_module
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 from ds_memo import __version__
 from ds_memo.cli.arguments import MOST_MESSAGE, one_line_errors
@@ -50,12 +50,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # `ds-memo … | head`
-        _drop_output()
+        _drop_output(sys.stdout)
         return 0
     except MemoError as error:
         return _say(name, str(error), 2)
     except OSError as error:  # a full disk, a folder that is gone
-        printing = _drop_output() or (error.filename is None and error.errno in (errno.ENOSPC, errno.EIO, errno.EBADF))
+        printing = _drop_output(sys.stdout) or (error.filename is None and error.errno in (errno.ENOSPC, errno.EIO, errno.EBADF))
         where = "standard output" if printing else error.filename
         at = "" if where is None else f"{quoted(str(where), 400)}: "
         return _say(name, f"{at}{error.strerror or error}", 2)
@@ -99,6 +99,7 @@ def _say(name: str, message: str, code: int) -> int:
     """Print one line on stderr and return the exit code."""
     with suppress(OSError):  # stderr is gone: only the exit code is left
         print(f"{name}: {quoted(message.replace(chr(10), '; '), MOST_MESSAGE)}", file=sys.stderr)
+    _drop_output(sys.stderr)
     return code
 
 
@@ -110,11 +111,11 @@ def _usage_and_error(parser: argparse.ArgumentParser) -> Callable[[str], NoRetur
     return error
 
 
-def _drop_output() -> bool:
+def _drop_output(stream: TextIO) -> bool:
     """Drop output that cannot be written, so that the interpreter does not try again; return True if there was any."""
     try:
-        sys.stdout.flush()
+        stream.flush()
     except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         return True
     return False

@@ -80,8 +80,9 @@ def test_a_full_disk_under_stdout(unbuffered: str) -> None:
 
 
 @pytest.mark.processes
-def test_a_full_disk_under_stderr() -> None:
-    assert shell("exec ds-memo plan no-such-file 2>/dev/full").returncode == 2
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_full_disk_under_stderr(unbuffered: str) -> None:
+    assert shell("exec ds-memo plan no-such-file 2>/dev/full", PYTHONUNBUFFERED=unbuffered).returncode == 2
 
 
 @pytest.mark.parametrize(
