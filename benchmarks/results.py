@@ -78,6 +78,7 @@ class Run:
         given = out is not None and out.endswith(".json")
         self.path = Path(out) if given else folder(out) / f"{verb}-{device.type}-{stamp}.json"
         self.failures: list[str] = []
+        settings = settings and {name: value for name, value in settings.items() if name != "out"}  # a path of this machine
         self.found: dict[str, Any] = {"verb": verb, "environment": here, "settings": settings, "failures": self.failures}
         self._begin = time.perf_counter()
         self.save()

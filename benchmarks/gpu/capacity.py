@@ -275,7 +275,7 @@ def measure(
         best = longest(probes)
         fails = min((found["length"] for found in probes if not found["fits"]), default=None)
         row |= {"longest": best and best["length"], "fails_at": fails, "step_s": best and best["step_s"]}
-        row |= {"ended_early": why, "probes": probes} | ({"at_rivals": probes} if tried else {})
+        row |= {"ended_early": why, "probes": probes}
         if why and why.startswith("exit"):
             run.failures.append(f"{name}: {why}")
         run.save(claims=before + claims(rows))
@@ -348,7 +348,8 @@ def claims(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _equally_fast(ours: dict[str, Any], other: dict[str, Any], at: str) -> dict[str, Any]:
     """Compare step times at the other rival's longest length; ds_memo's with planned addresses."""
     name = f"step / step of {other['rival']} at {other['longest']} tokens, {at}"
-    probes = {found["length"]: found for found in ours.get("at_rivals", ())}
+    full = [found for found in ours["probes"] if found["steps"] > RIVALS[PLANNED].warm_up]
+    probes = {found["length"]: found for found in (*full, *ours.get("at_rivals", ()))}
     if (probe := probes.get(other["longest"])) is None:
         return unmeasured(name, results.NO_TIME)
     if not probe["fits"]:

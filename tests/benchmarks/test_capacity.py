@@ -61,7 +61,7 @@ def test_ours_and_the_best_have_their_time_first(monkeypatch, tmp_path):
         nonlocal clock
         seen.append((rival, budget.host_bytes, seconds, *lengths))
         clock += 60
-        return [{"length": 8, "fits": True, "step_s": 1.0, "gradient_norm": 2.0}], None
+        return [{"length": 8, "fits": True, "steps": 2, "step_s": 1.0, "gradient_norm": 2.0}], None
 
     monkeypatch.setattr(capacity, "search_apart", search)
     shape, rivals = speed.shapes(CPU)["gpt7b"], ["ds_memo, planned", "checkpoint"]
@@ -86,7 +86,7 @@ def test_every_search_is_in_the_file_before_the_next_one(monkeypatch, tmp_path):
         seen.append(json.loads(run.path.read_text()))
         if rival == "deepspeed":
             raise OSError("no process")
-        return [{"length": 8, "fits": True, "step_s": 1.0, "gradient_norm": 2.0}], None
+        return [{"length": 8, "fits": True, "steps": 2, "step_s": 1.0, "gradient_norm": 2.0}], None
 
     monkeypatch.setattr(capacity, "search_apart", search)
     rivals = ["checkpoint", "deepspeed", "hf_offload"]
@@ -116,6 +116,7 @@ def test_lengths_are_tried_by_every_rival_and_compared(tmp_path):
     words = ["--device", "cpu", "--out", str(tmp_path / "found.json"), "--device-gib", "0.1", "--host-gibs", "0.1"]
     assert capacity.main([*words, "--rivals", "alst", "ds_memo, planned", "--lengths", "24", "16"]) == 0
     found = json.loads((tmp_path / "found.json").read_text())
+    assert str(tmp_path) not in json.dumps(found)
     for row in found["rivals"]:
         assert [probe["length"] for probe in row["probes"]] == [64, 24, 16] and row["longest"] == 64
         assert all(probe["gradient_norm"] > 0 for probe in row["probes"])
@@ -160,7 +161,7 @@ def test_capacity_runs_each_rival_in_a_process(tmp_path):
 
 
 def found_length(rival, longest, early=None):
-    return {"rival": rival, "longest": longest, "host_bytes": GIB, "ended_early": early, "step_s": 1.0}
+    return {"rival": rival, "longest": longest, "host_bytes": GIB, "ended_early": early, "step_s": 1.0, "probes": []}
 
 
 def test_a_search_that_was_cut_off_claims_no_more_than_it_knows():

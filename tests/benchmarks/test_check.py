@@ -14,10 +14,9 @@ from benchmarks.check import LIMIT_S, attempt
 from benchmarks.noise import distance, noise
 from ds_memo.ops.builder import cuda_headers
 from ds_memo.remat.checkpoint import CannotTile
-from ds_memo.spans import Span
 from ds_memo.tiles import layer, tiling
 from tests import models
-from tests.faults import put_in
+from tests.faults import a_token_late, put_in
 
 ROOT = Path(__file__).parents[2]
 
@@ -108,11 +107,7 @@ def test_tiles_that_round_as_stock_pass(names):
 
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
 def test_a_tile_that_reads_its_neighbours_tokens_shows(name, monkeypatch):
-    def shifted(right, tensor, span, dim):
-        late = span.tokens.stop < tensor.shape[dim]
-        return right(tensor, Span(span.rows, slice(span.tokens.start + late, span.tokens.stop + late)), dim)
-
-    put_in(monkeypatch, layer, "part", shifted)
+    put_in(monkeypatch, layer, "part", a_token_late)
     found = check_tiles.measure(torch.device("cpu"), torch.bfloat16, [name])
     assert found["failures"] and name in found["failures"][0]
 

@@ -18,7 +18,7 @@ from ds_memo.swap.engine import SwapEngine
 from ds_memo.tiles import attention_call, call_in_tiles, layer, modes, probe, recipes, refuse, weight_gradients
 from ds_memo.tiles.layer import TiledCall
 from tests.everyday import everyday
-from tests.faults import put_in
+from tests.faults import a_token_late, put_in
 from tests.models import Batch, Different, Outcome, step
 from tests.remat import test_training
 from tests.remat.products import Flops
@@ -165,12 +165,7 @@ def test_the_comparison_itself() -> None:
 @pytest.mark.slow
 def test_a_boundary_that_the_probe_shares_is_caught_by_gradients(monkeypatch: Patch) -> None:
     """The layer's slices of a mask or of positions are right, those of hidden states are not."""
-
-    def shifted(right: Any, tensor: torch.Tensor, span: Span, dim: int) -> torch.Tensor:
-        late = span.tokens.stop < tensor.shape[dim]
-        return right(tensor, Span(span.rows, slice(span.tokens.start + late, span.tokens.stop + late)), dim)
-
-    put_in(monkeypatch, layer, "part", shifted)
+    put_in(monkeypatch, layer, "part", a_token_late)
     with pytest.raises(AssertionError):
         check()
 
