@@ -512,6 +512,3 @@ def test_eager_attention_of_transformers() -> None:
     with attached(tiled, quiet=True) as handle:
         assert_step(step(tiled, BATCH), step(stock, BATCH))
         assert_refused(handle, 'makes a matrix of tokens × tokens: attn_implementation is "eager"')
-
-
-# ---- the probe leaves no trace
