@@ -24,6 +24,12 @@ PerRow = Callable[..., Any]
 """fn(values, *arguments of the same rows): a tensor of results by row, or a tuple of them."""
 
 
+CHANGED = (
+    "logits are read or differentiated after the output head's {} were changed in place, so they would be another model's. Read "
+    'them before, or set memo.kernels.cross_entropy to "whole"'
+)
+
+
 class Rows:
     """What lazy logits hold: the hidden states, and the head's parameters as they were at the call.
 
@@ -34,35 +40,57 @@ class Rows:
         self.hidden_NH = hidden_NH
         self._parameters = parameters
         self._values = [parameter.detach() for parameter in parameters]  # ZeRO-3 has them gathered during the call
-        self._versions = [value._version for value in self._values]
+        self._versions = self._versions_now()
+        self.sums = sums_of(hidden_NH, self._values)
 
     def values(self) -> list[torch.Tensor]:
         """Return the head's parameters as they were at the call.
 
         Raises:
-            MemoError: they were changed since by another than an optimizer's step.
+            MemoError: they or the hidden states were changed since, by another than an optimizer's step.
         """
-        if [value._version for value in self._values] != self._versions:
-            raise MemoError(
-                "logits are read after the output head's weights were changed in place, so they would be another model's. Read "
-                'them before, or set memo.kernels.cross_entropy to "whole"'
-            )
+        for what, now, then in zip(("hidden states", "weights"), self._versions_now(), self._versions, strict=True):
+            if now != then:
+                raise MemoError(CHANGED.format(what))
         return self._values
+
+    def check(self) -> None:
+        """Raise MemoError if hidden states or parameters were changed since the call, even by ``.data``."""
+        if not torch.equal(sums_of(self.hidden_NH, self.values()), self.sums):
+            raise MemoError(CHANGED.format("hidden states or weights"))
 
     def keep_values(self) -> None:
         """Copy parameters that an optimizer's step is about to change in place."""
+        versions = self._versions[1]
         for index, (value, parameter) in enumerate(zip(self._values, self._parameters, strict=True)):
             if value.data_ptr() == parameter.data_ptr():
                 self._values[index] = value.clone()
-                self._versions[index] = 0
+                versions[index] = 0 if versions[index] == version_of(value) else -1
+
+    def _versions_now(self) -> tuple[list[int], list[int]]:
+        return [version_of(self.hidden_NH)], [version_of(value) for value in self._values]
+
+
+def sums_of(hidden_NH: torch.Tensor, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return sum and sum of magnitudes of each, (n, 2). Changes by ``.data`` show there, which no version counts."""
+    sums = []
+    for each in (hidden_NH, *parameters):
+        wide = torch.promote_types(each.dtype, torch.float32)
+        sums += [each.sum(dtype=wide), torch.linalg.vector_norm(each, 1, dtype=wide)]
+    return torch.stack(sums).nan_to_num().view(-1, 2)
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Return the number of changes in place that PyTorch has counted."""
+    return 0 if tensor.is_inference() else tensor._version  # inference tensors count no changes
 
 
 def unchanged(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
     """Return a function that returns the tensor, and raises MemoError if it was changed in place meanwhile."""
-    version = None if tensor.is_inference() else tensor._version  # inference tensors count no changes
+    version = version_of(tensor)
 
     def get() -> torch.Tensor:
-        if version is not None and tensor._version != version:
+        if version_of(tensor) != version:
             raise MemoError(
                 f"a tensor of {tuple(tensor.shape)} was changed in place after lazy logits were computed with it, and before "
                 "they were read or their backward ran. Give them a clone"
@@ -85,6 +113,8 @@ class Source:
     wanted: tuple[bool, ...] | None
     """True for the hidden states, then for each parameter, that needs a gradient. None: the call made no graph."""
     tile_rows: int
+    sums: torch.Tensor
+    """:func:`sums_of` the hidden states and parameters."""
     autocast: Autocast
     warn: Callable[[str], None]
     summed: bool = False
@@ -124,20 +154,12 @@ class Content:
     device: torch.device
     moved: bool = False
     """True if the vocabulary is dimension 1, as cross_entropy wants it of three or more."""
-    chosen: dict[str, tuple[torch.Tensor, ...]] = field(default_factory=dict)
-    """Maps of the rows that were chosen from these, by the op's text: the same choice made twice is one."""
-    bases: tuple[Content, ...] = ()
-    """Contents that this is a choice of rows of."""
-    tokens: frozenset[object] = frozenset()
-    """Changes in place that this shows."""
-    changed: dict[object, torch.Tensor] = field(default_factory=dict)
-    """Rows that were changed in place since, by token: by these logits, an alias, or a choice of rows."""
-
-    @property
-    def stale(self) -> bool:
-        """True if a change in place of the same rows would have to show here, and does not."""
-        unseen = (rows for base in (self, *self.bases) for token, rows in base.changed.items() if token not in self.tokens)
-        return any(bool(torch.isin(self.maps[0], rows).any()) for rows in unseen)
+    column: bool = False
+    """True for one entry of the vocabulary, without its dimension."""
+    chosen: dict[str, list[Any]] = field(default_factory=dict)
+    """Choices of rows of each map, by the op's text: the same choice made twice is one."""
+    distinct: bool = True
+    """False if a row may be there more than once."""
 
     @property
     def leading(self) -> torch.Size:
@@ -149,16 +171,34 @@ class Content:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        if self.column:
+            return tuple(self.leading)
         return (self.leading[0], self.vocabulary, *self.leading[1:]) if self.moved else (*self.leading, self.vocabulary)
+
+    @property
+    def by_rows(self) -> bool:
+        """True if the vocabulary is the last dimension."""
+        return not (self.moved or self.column)
 
     def tiles(self) -> list[slice]:
         """Return the spans of rows that exist at once; of no rows one empty span."""
         step = self.source.tile_rows
         return [slice(start, min(start + step, self.rows)) for start in range(0, self.rows, step)] or [slice(0, 0)]
 
+    def at(self, index: torch.Tensor) -> Content:
+        """Return the content of the rows with these indices."""
+        return replace(self, maps=tuple(by_row.reshape(-1)[index] for by_row in self.maps), chosen={})
+
+    def check(self) -> None:
+        """Raise MemoError if logits of other calls that these are made with could not be computed as they were."""
+        for operand in self.operands:
+            if isinstance(operand, Other):
+                operand.rows.check()
+                operand.content.check()
+
     def shaped(self, by_row: torch.Tensor) -> torch.Tensor:
         """Return (rows, V) values in the shape of the logits."""
-        values = by_row.reshape(*self.leading, *by_row.shape[1:])
+        values = by_row.reshape(self.shape if self.column else (*self.leading, *by_row.shape[1:]))
         return values.movedim(-1, 1) if self.moved else values
 
 
@@ -171,7 +211,7 @@ class Other:
 
     def at(self, index: torch.Tensor) -> torch.Tensor:
         """Return the values of the rows with these indices."""
-        few = replace(self.content, maps=tuple(by_row.reshape(-1)[index] for by_row in self.content.maps))
+        few = self.content.at(index)
         source = few.source
         with torch.no_grad(), source.with_parameters(self.rows.values()):
             return Tile(few, slice(None), {as_they_are: source.forward(self.rows.hidden_NH[few.maps[0]])}).values(few.expression)
@@ -212,6 +252,8 @@ def results(content: Content, rows: Rows, fn: PerRow, arguments: tuple, device: 
         arguments: tensors by row.
         device: where the results go; None: where they are.
     """
+    rows.check()
+    content.check()
     source, index, found = content.source, content.maps[0].reshape(-1), None
     values = [value.detach().requires_grad_() for value in rows.values()]  # autocast keeps the casts of leaves
     with torch.no_grad(), source.with_parameters(values):

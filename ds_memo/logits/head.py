@@ -86,7 +86,8 @@ class LazyHead:
         rows = Rows(flat_NH.detach(), parameters)
         self._alive.add(rows)
         self.lazy_calls += 1
-        wanted = tuple(tensor.requires_grad for tensor in (flat_NH, *parameters)) if torch.is_grad_enabled() else None
+        graph = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+        wanted = tuple(tensor.requires_grad for tensor in (flat_NH, *parameters)) if graph else None
         numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
         places = [
             (module._parameters, name, numbers[id(parameter)])
@@ -95,12 +96,13 @@ class LazyHead:
             if parameter is not None
         ]
         before = None if self._state is None else self._state.before()
-        source = Source(by_row, places, before, wanted, self.rows, autocast_now(), self._warn)
+        source = Source(by_row, places, before, wanted, self.rows, rows.sums, autocast_now(), self._warn)
         with torch.no_grad():
             none = by_row(rows.hidden_NH[:0])
         index = torch.arange(len(flat_NH), device=hidden.device).view(hidden.shape[:-1])
         content = Content(source, as_they_are, (index,), (), none.shape[-1], none.dtype, none.device)
-        return call_head(content, rows, parameters, flat_NH)
+        with torch.set_grad_enabled(wanted is not None):
+            return call_head(content, rows, parameters, flat_NH)
 
     def keep_values(self) -> None:
         """Have logits that the script still holds be those of the weights before an optimizer's step."""

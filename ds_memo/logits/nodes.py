@@ -18,13 +18,17 @@ import torch
 from torch.autograd import Function
 
 from ds_memo.errors import MemoError
-from ds_memo.logits.content import Content, PerRow, Source, Tile, as_they_are, as_tuple, results, unchanged
+from ds_memo.logits.content import CHANGED, Content, PerRow, Source, Tile, as_they_are, as_tuple, results, sums_of, unchanged
 from ds_memo.tiles.weight_gradients import GradientSums
 
 NO_WHOLE_GRADIENT = (
     "{} of the gradient of lazy logits, which is never whole: give the hook a scalar factor at most, or set "
     'memo.kernels.cross_entropy to "whole"'
 )
+
+
+_SAME = 1e-3
+"""Most relative difference of sums in a backward: a checkpoint around the head may round hidden states otherwise."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,9 @@ class LazyGradient(torch.Tensor):
             return torch.stack([each.isnan().any() for gradients in known for each in gradients if each is not None])
         raise MemoError(NO_WHOLE_GRADIENT.format(func))
 
+    def tolist(self) -> Any:
+        raise MemoError(NO_WHOLE_GRADIENT.format("tolist"))
+
 
 def terms_of(gradient: torch.Tensor, content: Content) -> list[Term | Known]:
     """Return the terms of a gradient of this content; a dense one, of logits that were made whole, is one term."""
@@ -93,7 +100,7 @@ def terms_of(gradient: torch.Tensor, content: Content) -> list[Term | Known]:
         return gradient.terms
     if content.moved:
         gradient = gradient.movedim(1, -1)
-    return [Term(content, identity, (), (gradient.reshape(-1, content.vocabulary),))]
+    return [Term(content, identity, (), (gradient.reshape(content.rows, content.vocabulary),))]
 
 
 def identity(values: torch.Tensor) -> torch.Tensor:
@@ -136,8 +143,11 @@ class HeadGradients:
                     parts = as_tuple(term.fn(values_now, *(argument[span] for argument in term.arguments)))
                     for part, gradient in zip(parts, term.gradients, strict=True):
                         if gradient is not None and part.requires_grad:
+                            of_tile = gradient[span]
+                            if type(of_tile) is not torch.Tensor:  # lazy logits that an autograd.Function had saved
+                                of_tile = of_tile.compute("a gradient")  # type: ignore[attr-defined]
                             outputs.append(part)
-                            gradients.append(gradient[span].to(part.dtype))
+                            gradients.append(of_tile.to(part.dtype))
                 if not outputs:
                     continue
                 found = self._sums.backward(outputs, gradients, [] if d_hidden_NH is None else [hidden])
@@ -171,29 +181,44 @@ class OutputHead(Function):
     @staticmethod
     def forward(ctx: Any, make: Any, content: Content, hidden_NH: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
         ctx.content = content
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden_NH, *parameters)
         return make(content)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        if gradient is None:
+            return (None,) * len(ctx.needs_input_grad)
         if torch.is_grad_enabled():
             raise MemoError(
                 "a gradient of a gradient (create_graph=True) was asked for, which lazy logits cannot give. Set "
                 'memo.kernels.cross_entropy to "whole"'
             )
-        hidden_NH, *parameters = ctx.saved_tensors
+        try:
+            hidden_NH, *parameters = ctx.saved_tensors
+        except RuntimeError as error:
+            if "modified by an inplace" not in str(error):
+                raise
+            raise MemoError(CHANGED.format("hidden states or weights")) from error
         hidden_NH = hidden_NH.detach()
         by_rows: dict[int, list[Term]] = {}
         sums = None
         for term in terms_of(gradient, ctx.content):
             if isinstance(term, Known) and sums is None and term.gradients:
-                sums = term.gradients.pop()
-                sums.scale(term.factor)
-                continue
+                known = term.gradients.pop()
+                if bool(term.factor.isfinite()):
+                    sums = known
+                    sums.scale(term.factor)
+                    continue
+                del known  # rows that do not count have gradients of zero, which infinity would make NaN: each row by itself
             term = term.as_term() if isinstance(term, Known) else term
             by_rows.setdefault(id(term.content.maps[0]), []).append(term)
         if sums is None:
             sums = HeadGradients(ctx.content.source, hidden_NH, ctx.needs_input_grad[2:])
+        if by_rows:
+            then, now = ctx.content.source.sums, sums_of(hidden_NH, parameters)
+            if bool(((now - then).abs() > _SAME * then[:, 1:]).any()):
+                raise MemoError(CHANGED.format("hidden states or weights"))
         for terms in by_rows.values():
             sums.add(hidden_NH, parameters, terms)
         return None, None, *sums.take()
@@ -203,13 +228,17 @@ class Derive(Function):
     """An op by row, or a choice of rows: lazy logits to lazy logits. Its terms are relative to the head already."""
 
     @staticmethod
-    def forward(ctx: Any, make: Any, logits: Any, content: Content) -> torch.Tensor:
-        ctx.before, ctx.after = logits.content, content
-        return make(content)
+    def forward(ctx: Any, make: Any, logits: Any) -> torch.Tensor:
+        made = make()
+        if made is logits:  # changed in place
+            ctx.mark_dirty(logits)
+        ctx.before, ctx.after = logits.content, made.content
+        ctx.set_materialize_grads(False)
+        return made
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return None, LazyGradient(ctx.before, terms_of(gradient, ctx.after)), None
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> Any:
+        return None, None if gradient is None else LazyGradient(ctx.before, terms_of(gradient, ctx.after))
 
 
 class Reduce(Function):
@@ -230,6 +259,37 @@ class Reduce(Function):
         return LazyGradient(ctx.content, [Term(ctx.content, ctx.fn, arguments, there)]), None, None, None
 
 
+class Whole(Function):
+    """All values of logits, which share memory with `values`."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Any, content: Content, values: torch.Tensor) -> torch.Tensor:
+        ctx.content = content
+        return values.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return LazyGradient(ctx.content, terms_of(gradient, ctx.content)), None, None
+
+
+class Follow(Function):
+    """Make the gradients that come to lazy logits themselves, as from an autograd.Function, those of the real tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+        ctx.mark_dirty(logits)
+        ctx.version, ctx.mark = real._version, real.detach()
+        ctx.mark.data = real.new_empty(0)  # counts the same changes, and holds no memory
+        ctx.set_materialize_grads(False)
+        return logits
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> Any:
+        if gradient is not None and ctx.mark._version != ctx.version:
+            raise MemoError("an autograd.Function was given lazy logits that became real and were then changed. Give it a clone")
+        return None, gradient
+
+
 class Sum(Function):
     """Sum over all rows of ``fn(values, *arguments)``, one number each, in float32 or wider.
 
@@ -240,6 +300,8 @@ class Sum(Function):
     @staticmethod
     def forward(ctx: Any, logits: Any, fn: PerRow, arguments: tuple) -> torch.Tensor:
         content, rows, sums = logits.content, logits.rows, []
+        rows.check()
+        content.check()
 
         def noted(values: torch.Tensor, *of_rows: torch.Tensor) -> torch.Tensor:
             found = fn(values, *of_rows)

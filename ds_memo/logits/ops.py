@@ -3,28 +3,31 @@
 | op                                              | what is done                                                    |
 |-------------------------------------------------|-----------------------------------------------------------------|
 | view, slices, chunk, masks of rows, transpose   | the same on the maps of rows                                    |
-| casts, scale, tanh, bias, masked_fill, softmax  | recorded, and done again in each tile                           |
+| casts, scale, tanh, bias, masked_fill, softmax  | recorded, and done again in each tile; in place, too            |
 | cross_entropy, gather, argmax, topk, sums       | tile by tile, results by row; then ordinary tensors             |
+
+What PyTorch makes a view of is a view here: it shares memory, and follows changes in place.
 """
 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.utils._pytree import tree_leaves
 
-from ds_memo.errors import MemoError
 from ds_memo.logits.content import Content, Other, Tile, unchanged
 from ds_memo.logits.nodes import Sum
-from ds_memo.logits.tensor import LazyLogits, by_row, changed, derive, handlers, under_autocast
+from ds_memo.logits.tensor import LazyLogits, alias, by_row, change, derive, handlers, in_place, of_any, under_autocast, view_of
+from ds_memo.remat.tensors import storage_of
 from ds_memo.tiles.around import autocast_as, autocast_now
 
 _CASTS = {"float": torch.float32, "half": torch.float16, "bfloat16": torch.bfloat16, "double": torch.float64}
-_IN_PLACE = ("__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__")
 
 
 class _Unknown(Exception):
@@ -37,11 +40,12 @@ class _Unknown(Exception):
 def elementwise(func: Any, name: str, *args: Any, **kwargs: Any) -> Any:
     """Record a function of each row. Operands are numbers, vectors of the vocabulary, or have as many rows as the logits."""
     own = [value for value in (*args, *kwargs.values()) if isinstance(value, LazyLogits)]
+    writes = func.__name__.startswith("__i") or (func.__name__.endswith("_") and not func.__name__.endswith("__"))
     base = max(own, key=lambda logits: logits.requires_grad)
-    content, states, in_place = base.content, autocast_now(), func.__name__ in _IN_PLACE or _ends_in_place(func.__name__)
+    content, states = args[0].content if writes else base.content, autocast_now()
     kin = [logits for logits in own if logits.content.source is content.source and logits.content.maps[0] is content.maps[0]]
     widest = max((logits.content for logits in kin), key=lambda each: len(each.maps))
-    if content.moved or any(any(a is not b for a, b in zip(logits.content.maps, widest.maps)) for logits in kin):  # noqa: B905
+    if not content.by_rows or any(any(a is not b for a, b in zip(logits.content.maps, widest.maps)) for logits in kin):  # noqa: B905
         return NotImplemented
     maps, operands = list(widest.maps), list(widest.operands)
 
@@ -56,7 +60,7 @@ def elementwise(func: Any, name: str, *args: Any, **kwargs: Any) -> Any:
             if any(value is logits for logits in kin):
                 return _value_of(value.content.expression, detached=base.requires_grad and not value.requires_grad)
             trained = value.requires_grad and torch.is_grad_enabled()
-            if trained or value.content.leading != content.leading or value.content.moved:
+            if trained or value.content.leading != content.leading or not value.content.by_rows:
                 raise _Unknown
             return by_rows(Other(value.content, value.rows))
         if not torch.is_tensor(value):
@@ -71,7 +75,7 @@ def elementwise(func: Any, name: str, *args: Any, **kwargs: Any) -> Any:
             raise _Unknown
         if all(size == 1 for size in value.shape[:-1]):
             return lambda tile: get().reshape(-1)
-        rows = by_rows(value.expand(*content.leading, value.shape[-1]).reshape(-1, value.shape[-1]))
+        rows = by_rows(value.expand(*content.leading, value.shape[-1]).reshape(content.rows, value.shape[-1]))
         return lambda tile: get() is value and rows(tile)
 
     try:
@@ -81,7 +85,7 @@ def elementwise(func: Any, name: str, *args: Any, **kwargs: Any) -> Any:
 
     def expression(tile: Tile) -> torch.Tensor:
         values = [value(tile) for value in positional]
-        if in_place:
+        if writes:
             values[0] = values[0].clone()
         with autocast_as(states):
             return func(*values, **{key: value(tile) for key, value in named.items()})
@@ -94,20 +98,13 @@ def elementwise(func: Any, name: str, *args: Any, **kwargs: Any) -> Any:
         operands=tuple(operands),
         dtype=sample.dtype,
         vocabulary=sample.shape[-1],
-        chosen={},
-        bases=content.bases if in_place else (),
-        changed={},
     )
-    return _change(args[0], base, new) if in_place else derive(base, new)
+    return change(args[0], new, base.requires_grad and torch.is_grad_enabled()) if writes else derive(base, new)
 
 
 def _value_of(expression: Callable[[Tile], torch.Tensor], detached: bool) -> Callable[[Tile], torch.Tensor]:
     """Return a function that holds no logits: it lives as long as the graph does."""
     return (lambda tile: tile.values(expression).detach()) if detached else (lambda tile: tile.values(expression))
-
-
-def _ends_in_place(name: str) -> bool:
-    return name.endswith("_") and not name.endswith("__")
 
 
 def _sample(content: Content, kin: list[LazyLogits], expression: Callable[[Tile], torch.Tensor]) -> torch.Tensor:
@@ -121,37 +118,27 @@ def _sample(content: Content, kin: list[LazyLogits], expression: Callable[[Tile]
         return expression(Tile(none, slice(0, 0), known))
 
 
-def _change(target: LazyLogits, base: LazyLogits, new: Content) -> LazyLogits:
-    """Change logits in place. Terms are relative to the head, so another expression needs no other node."""
-    silent = target.requires_grad and not torch.is_grad_enabled()  # a change that autograd would not see
-    if silent or (base.requires_grad and not target.requires_grad):
-        raise MemoError("lazy logits were changed in place against their graph: without gradients, or detached. Clone them first")
-    old, token = target.content, object()
-    if new.dtype != old.dtype:
-        raise MemoError(f"lazy logits of {old.dtype} were changed in place to {new.dtype}, which takes another tensor")
-    for rows_of in (old, *old.bases):
-        rows_of.changed[token] = old.maps[0]
-    target.content = replace(new, tokens=old.tokens | {token})
-    return target
-
-
 def put(func: Any, name: str, logits: LazyLogits, key: Any, value: Any) -> Any:
-    """Change entries of the vocabulary in all rows, or those that a mask names."""
-    whole_key, new = _whole_key(logits, key), NotImplemented
-    if not torch.is_tensor(value) or (value.numel() == 1 and not value.requires_grad):
-        if torch.is_tensor(key) and key.dtype == torch.bool and key.shape == logits.shape:
-            new = elementwise(torch.masked_fill, name, logits, key, value)
-        elif all(isinstance(part, slice) and part == slice(None) for part in whole_key[:-1]):
+    """Set entries to a number: those of a mask, of chosen rows, or of some of the vocabulary in all rows."""
+    if isinstance(value, LazyLogits) and value.key is key and value.owner is logits.owner:
+        return None  # x[key] += 1 has changed them already
+    if isinstance(value, torch.Tensor):
+        if value.numel() != 1 or value.requires_grad:
+            return NotImplemented
+        value = value.reshape(())
+    if isinstance(key, torch.Tensor) and key.dtype == torch.bool and key.dim() >= len(logits.content.leading):
+        mask = key if key.dim() == logits.dim() else key[..., None]
+        return elementwise(torch.Tensor.masked_fill_, name, logits, mask, value)
+    *rows, of_vocabulary = _whole_key(logits, key)
+    if all(isinstance(part, slice) and part == slice(None) for part in rows):
 
-            def filled(values: torch.Tensor) -> torch.Tensor:
-                values = values.clone()
-                values[:, whole_key[-1]] = value
-                return values
+        def filled_(values: torch.Tensor) -> torch.Tensor:
+            values[:, of_vocabulary] = value
+            return values
 
-            new = elementwise(filled, name, logits)
-    if new is NotImplemented:
-        raise MemoError("some rows of lazy logits were set in place, which they do not follow. Use torch.where or masked_fill")
-    _change(logits, logits, new.content)
+        return elementwise(filled_, name, logits)
+    part = chosen(func, name, logits, key)
+    return elementwise(torch.Tensor.fill_, name, part, value) if isinstance(part, LazyLogits) and part.how else NotImplemented
 
 
 def _whole_key(logits: LazyLogits, key: Any) -> list[Any]:
@@ -183,11 +170,13 @@ def casts(func: Any, name: str, logits: LazyLogits, *args: Any, **kwargs: Any) -
         dtype = args[0]
     else:
         device, dtype = torch._C._nn._parse_to(*args, **{key: value for key, value in kwargs.items() if key != "copy"})[:2]
+    if logits.content.column:
+        return NotImplemented
     if device is not None and device.type != logits.device.type:  # tile by tile, so that no device holds all of it
         (there,) = by_row(logits, lambda values: values.to(dtype or values.dtype), device=device)
         return there.movedim(-1, 1) if logits.content.moved else there
     if dtype is None or dtype == logits.dtype:
-        return logits
+        return derive(logits, logits.content) if kwargs.get("copy") else logits
     return NotImplemented if logits.content.moved else elementwise(lambda values: values.to(dtype), name, logits)
 
 
@@ -197,66 +186,139 @@ def casts(func: Any, name: str, logits: LazyLogits, *args: Any, **kwargs: Any) -
 def on_rows(func: Any, name: str, logits: LazyLogits, *args: Any, **kwargs: Any) -> Any:
     """Do the same to the maps, which lack the vocabulary."""
     content, dims = logits.content, logits.dim()
-    if content.moved:
+    if not content.by_rows:
         return NotImplemented
+    how = {"func": func, "args": args, "kwargs": kwargs}
     if name in ("view", "reshape"):
         shape = args[0] if args and isinstance(args[0], (tuple, list)) else args or kwargs.get("shape", ())
         inferred = shape and shape[-1] == -1 and math.prod(shape[:-1]) == content.rows
         if not shape or isinstance(shape[0], torch.dtype) or not (inferred or shape[-1] == content.vocabulary):
             return NotImplemented
-        return _choose(logits, lambda each: each.reshape(shape[:-1]))
+        return _choose(logits, lambda each: each.reshape(shape[:-1]), covers=True, **how)
     if name == "flatten":
         start, end = (list(args) + [kwargs.get("start_dim", 0), kwargs.get("end_dim", -1)][len(args) :])[:2]
         if end % dims == dims - 1:
             return NotImplemented
-        return _choose(logits, lambda each: each.flatten(start % dims, end % dims))
+        return _choose(logits, lambda each: each.flatten(start % dims, end % dims), covers=True, **how)
+    if name == "squeeze" and len(args) > 1:
+        return NotImplemented
     if name == "squeeze" and not (args or kwargs):
-        return _choose(logits, torch.squeeze) if content.vocabulary > 1 else NotImplemented
-    where = 1 if name in ("split", "chunk") else 0
-    dim = kwargs.pop("dim", args[where] if len(args) > where else 0)
+        return _choose(logits, torch.squeeze, covers=True, **how) if content.vocabulary > 1 else NotImplemented
+    where = 1 if name in ("split", "chunk", "tensor_split") else 0
+    named = dict(kwargs)
+    dim = named.pop("dim", args[where] if len(args) > where else 0)
     size = dims + 1 if name == "unsqueeze" else dims
+    if isinstance(dim, int) and dim % dims == dims - 1 and name in ("select", "index_select"):
+        return chosen(func, name, logits, (..., named.get("index", args[-1])))
     if not isinstance(dim, int) or dim % size == size - 1:
         return NotImplemented
     call, before, after = getattr(torch.Tensor, name), args[:where], args[where + 1 :]
-    return _choose(logits, lambda each: call(each, *before, dim % size, *after, **kwargs))
+    covers, distinct = name in ("squeeze", "unsqueeze"), name != "index_select"
+    return _choose(logits, lambda each: call(each, *before, dim % size, *after, **named), covers, distinct, **how)
 
 
 def chosen(func: Any, name: str, logits: LazyLogits, key: Any) -> Any:
-    """Return logits[key]: rows, and a slice of the vocabulary at most."""
-    if logits.content.moved:
+    """Return logits[key]: rows, and some of the vocabulary."""
+    if not logits.content.by_rows:
         return NotImplemented
-    key = _whole_key(logits, key)
-    of_vocabulary = key.pop()
-    if not isinstance(of_vocabulary, slice):
+    *rows, of_vocabulary = _whole_key(logits, key)
+    indices: list[Any] = [k for k in rows if isinstance(k, (list, torch.Tensor))]
+    if isinstance(of_vocabulary, (list, torch.Tensor)):
+        listed = torch.as_tensor(of_vocabulary, device=logits.device)
+        if listed.dim() != 1 or any(type(k) is not slice for k in rows):
+            return NotImplemented
+        logits = elementwise(lambda values: values[:, listed], name, logits)  # a copy
+    elif isinstance(of_vocabulary, slice):
+        logits = _columns(logits, of_vocabulary)
+    if indices or any(k != slice(None) for k in rows):
+        how = {"func": torch.Tensor.__getitem__, "args": ((*rows, slice(None)),), "kwargs": {}}
+        distinct = all(torch.is_tensor(k) and k.dtype == torch.bool for k in indices)
+        logits = _choose(logits, lambda each: each[tuple(rows)], False, distinct, **how)
+    if isinstance(of_vocabulary, int):
+        logits = _columns(logits, of_vocabulary)
+    logits.key = key
+    return logits
+
+
+def _columns(logits: LazyLogits, part: slice | int) -> LazyLogits:
+    """Return a view of some of the vocabulary, or of one entry."""
+    one = isinstance(part, int)
+    columns = slice(part, part + 1 or None) if isinstance(part, int) else part
+
+    def content(of: Content) -> Content:
+        def expression(tile: Tile) -> torch.Tensor:
+            return tile.values(of.expression)[:, columns]
+
+        return replace(of, expression=expression, vocabulary=len(range(of.vocabulary)[columns]), column=one)
+
+    return _view(logits, lambda whole: whole[..., part], content=content, covers=True, columns=columns)
+
+
+def _view(logits: LazyLogits, values: Callable[[torch.Tensor], torch.Tensor], **how: Any) -> LazyLogits:
+    return view_of(logits, values(_stand_in(logits)).stride(), values=values, **how)
+
+
+def transposed(func: Any, name: str, logits: LazyLogits, *args: Any, **kwargs: Any) -> Any:
+    if logits.dim() != 3 or func(torch.empty(2, 3, 5, device="meta"), *args, **kwargs).shape != (2, 5, 3):
         return NotImplemented
-    if of_vocabulary != slice(None):
-        logits = elementwise(lambda values: values[:, of_vocabulary], name, logits)
-    text = None if any(torch.is_tensor(k) for k in key) else repr(key)
-    return _choose(logits, lambda each: each[tuple(key)], text) if key else logits
+
+    def content(of: Content) -> Content:
+        return replace(of, moved=not of.moved)
+
+    return _view(logits, lambda whole: func(whole, *args, **kwargs), content=content, covers=True)
 
 
-def transposed(func: Any, name: str, logits: LazyLogits, *args: Any) -> Any:
-    if logits.dim() != 3 or getattr(torch.Tensor, name)(torch.empty(2, 3, 5), *args).shape != (2, 5, 3):
-        return NotImplemented
-    return changed(logits, moved=not logits.content.moved)
+def _stand_in(logits: LazyLogits) -> torch.Tensor:
+    return torch.empty_strided(logits.shape, logits.stride(), dtype=logits.dtype, device="meta")
 
 
-def _choose(logits: LazyLogits, choice: Callable[[torch.Tensor], Any], text: str | None = None) -> Any:
+def _choose(
+    logits: LazyLogits,
+    choice: Callable[[torch.Tensor], Any],
+    covers: bool,
+    distinct: bool = True,
+    *,
+    func: Callable[..., Any],
+    args: tuple,
+    kwargs: dict[str, Any],
+) -> Any:
     """Return the logits of chosen rows, several where `choice` gives several.
 
     Args:
-        text: of the choice: the same text gives the same maps, so that their terms take one loop. None: not known.
+        choice: of a map.
+        covers: True if all rows are chosen, in their order.
+        distinct: False if a row may be chosen twice.
+        func, args, kwargs: the same for the logits, which tell if PyTorch makes a view.
     """
-    content = logits.content
-    bases = (*content.bases, content)
-    if text in content.chosen:
-        return changed(logits, maps=content.chosen[text], bases=bases)
-    found = [choice(each) for each in content.maps]
+    plain = not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves((args, kwargs)))
+    text = repr((func.__name__, args, kwargs)) if plain else None
+
+    def maps(of: Content) -> Any:
+        """Return the choice of each map. The same choice made twice is one, so that terms take one loop."""
+        if text is None:
+            return [choice(each) for each in of.maps]
+        if text not in of.chosen:
+            of.chosen[text] = [choice(each) for each in of.maps]
+        return of.chosen[text]
+
+    found, stand_in = maps(logits.content), _stand_in(logits)
+    made = func(stand_in, *args, **kwargs) if plain else None  # an index that is a tensor makes a copy
+
+    def one(of: Callable[[Any], Any]) -> LazyLogits:
+        if made is not None and storage_of(of(made)) == storage_of(stand_in):
+            return view_of(
+                logits,
+                of(made).stride(),
+                content=lambda content: replace(content, maps=tuple(map(of, maps(content))), chosen={}),
+                values=lambda whole: of(func(whole, *args, **kwargs)),
+                covers=covers,
+            )
+        content = logits.content
+        return derive(logits, replace(content, maps=tuple(map(of, found)), distinct=content.distinct and distinct))
+
     if torch.is_tensor(found[0]):
-        if text is not None:
-            content.chosen[text] = tuple(found)
-        return changed(logits, maps=tuple(found), bases=bases)
-    return tuple(changed(logits, maps=maps, bases=bases) for maps in zip(*found, strict=True))
+        return one(lambda result: result)
+    return tuple(one(operator.itemgetter(index)) for index in range(len(found[0])))
 
 
 # ---- over the vocabulary
@@ -278,7 +340,7 @@ def cross_entropy(
     lazy_target = isinstance(target, LazyLogits)
     if not isinstance(logits, LazyLogits) or lazy_target or target.requires_grad or (size_average, reduce) != (None, None):
         return NotImplemented
-    if logits.dim() > 2 and not logits.content.moved:
+    if logits.content.column or (logits.dim() > 2 and not logits.content.moved):
         return NotImplemented
     content, classes = logits.content, not target.is_floating_point()
     if not classes and content.moved:
@@ -318,8 +380,10 @@ def total_of(logits: LazyLogits, fn: Callable[..., torch.Tensor], *arguments: to
     return by_row(logits, fn, *arguments)[0].sum()
 
 
-def gather(func: Any, name: str, logits: LazyLogits, dim: int, index: torch.Tensor, **_: Any) -> Any:
-    if not _is_vocabulary(logits, dim) or index.shape[:-1] != logits.content.leading:
+def gather(func: Any, name: str, logits: LazyLogits, *args: Any, **kwargs: Any) -> Any:
+    index = kwargs.get("index", kwargs.get("indices", next(filter(torch.is_tensor, args), None)))
+    dim = kwargs.get("dim", next((value for value in args if isinstance(value, int)), None))
+    if not isinstance(logits, LazyLogits) or not _is_vocabulary(logits, dim) or index.shape[:-1] != logits.content.leading:
         return NotImplemented
     return by_row(logits, lambda values, of_rows: values.gather(-1, of_rows), _of_rows(logits.content, index))[0]
 
@@ -352,7 +416,7 @@ _TOTALS = ("sum", "nansum", "mean")
 
 def over_vocabulary(func: Any, name: str, logits: LazyLogits, *args: Any, **kwargs: Any) -> Any:
     """Reduce the vocabulary, or everything."""
-    if logits.content.moved:
+    if not logits.content.by_rows:
         return NotImplemented
     at, rest = (1 if name in ("topk", "norm") else 0), list(args)
     default = -1 if name == "topk" else None
@@ -394,11 +458,15 @@ def _of_rows(content: Content, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _is_vocabulary(logits: LazyLogits, dim: Any) -> bool:
-    return isinstance(dim, int) and not logits.content.moved and dim % logits.dim() == logits.dim() - 1
+    return isinstance(dim, int) and logits.content.by_rows and dim % logits.dim() == logits.dim() - 1
 
 
 def _new(func: Any, name: str, logits: LazyLogits, *args: Any, **kwargs: Any) -> torch.Tensor:
     return func(torch.empty(0, dtype=logits.dtype, device=logits.device), *args, **kwargs)
+
+
+def contiguous(func: Any, name: str, logits: LazyLogits, **_: Any) -> LazyLogits:
+    return logits if logits.is_contiguous() else derive(logits, logits.content)
 
 
 _TABLE: dict[Callable[..., Any], str] = {
@@ -407,18 +475,20 @@ _TABLE: dict[Callable[..., Any], str] = {
     "le gt ge logical_not relu softplus log1p expm1 float_power iadd isub imul itruediv ipow",
     softmaxes: "softmax log_softmax",
     casts: "float half bfloat16 double to type type_as cpu cuda",
-    on_rows: "view reshape flatten squeeze unsqueeze split chunk narrow select index_select unbind",
+    on_rows: "view reshape flatten squeeze unsqueeze split chunk tensor_split narrow select index_select unbind",
     chosen: "getitem",
     put: "setitem",
-    transposed: "transpose permute swapaxes",
+    transposed: "transpose permute swapaxes swapdims movedim moveaxis mT",
     cross_entropy: "cross_entropy nll_loss nll_loss_nd",
     kl_div: "kl_div",
-    gather: "gather",
+    gather: "gather take_along_dim",
     over_vocabulary: "sum nansum mean max min amax amin argmax argmin logsumexp topk norm std var any all",
     _new: "new_zeros new_ones new_empty new_full new_tensor",
-    lambda func, name, logits, **_: logits: "contiguous",
+    contiguous: "contiguous",
     lambda func, name, logits: iter(logits.unbind(0)): "iter",
-    lambda func, name, logits: LazyLogits(logits.content, logits.rows): "detach",
-    lambda func, name, logits, **_: changed(logits, bases=()): "clone",
+    lambda func, name, logits: alias(logits): "detach data",
+    lambda func, name, logits, **_: derive(logits, logits.content): "clone",
 }
 handlers.update({name: handler for handler, names in _TABLE.items() for name in names.split()})
+in_place.update((elementwise, put))
+of_any.update((elementwise, cross_entropy, kl_div))

@@ -1,50 +1,130 @@
 """LazyLogits: a tensor with the shape of the logits that holds hidden states.
 
-Ops that ops.py knows are recorded, or run tile by tile. Any other gets the whole logits, with a warning: it is never wrong, only
-large. It is caught by its Python function, so autograd sees it on the whole logits. An op that comes past that is caught below
-autograd, where values are all that it needs.
+An op that ops.py knows is recorded, or runs tile by tile. Any other op gets real values, with a warning, and nothing that it does
+is lost:
+
+- It writes to the logits, or hands out their memory: they and all that share it are real from then on.
+- It only reads them: it gets the values of these rows, for this once.
+
+Ops are caught by their Python function, so autograd sees them on the values. An op that comes past that is caught below autograd,
+where values are all that it needs.
 """
 
 from __future__ import annotations
 
+import copy
+import operator
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.weak import TensorWeakRef
 
 from ds_memo.errors import MemoError
-from ds_memo.logits.content import Content, PerRow, Rows, results
-from ds_memo.logits.nodes import Derive, OutputHead, Reduce, identity
+from ds_memo.logits.content import Content, PerRow, Rows, results, version_of
+from ds_memo.logits.memory import Memory, View
+from ds_memo.logits.nodes import NO_WHOLE_GRADIENT, Derive, Follow, OutputHead, Reduce, Whole, identity
+from ds_memo.remat.tensors import storage_of, tensor_leaves
 from ds_memo.tiles.around import autocast_as, autocast_now
 from ds_memo.units import GIB
 
 _NATIVE = (
     *("size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "element_size", "get_device", "dim_order"),
     *("is_floating_point", "is_complex", "is_signed", "is_inference", "is_shared", "is_same_size", "is_contiguous", "has_names"),
-    *("__len__", "__hash__", "__format__", "register_hook", "retain_grad", "requires_grad_", "backward"),
+    *("__len__", "__hash__", "__format__"),
 )
 """Methods that ask for no value."""
 _VALUES = ("T", "mT", "H", "mH", "real", "imag")
 """Properties that are tensors of values."""
-STALE = "lazy logits were changed in place through other logits with the same rows, which they do not follow. Clone them first"
+_ADDRESSES = ("data_ptr", "untyped_storage", "storage", "__dlpack__", "numpy", "__array__")
+_IN_PLACE = {name for name in dir(operator) if name.startswith("__i")} - {"__index__", "__inv__", "__invert__"} | {"__setitem__"}
 Handler = Callable[..., Any]
 handlers: dict[str, Handler] = {}
 """By a function's name: ``handler(func, name, *args, **kwargs)``; NotImplemented: not this use of it. ops.py fills it."""
+in_place: set[Handler] = set()
+"""Those that record changes in place."""
+of_any: set[Handler] = set()
+"""Those whose first argument may be another tensor."""
 
 
 class LazyLogits(torch.Tensor):
-    """Logits that are not computed: `content` is what they are, `rows` what they are computed from."""
+    """Logits that are not computed.
 
-    content: Content
+    Args:
+        memory: what they are, together with all that shares their memory.
+        rows: what they are computed from.
+        how: how they are made from others. None: they are all of the memory.
+        stride: theirs, where they are not contiguous.
+    """
+
+    memory: Memory
     rows: Rows
+    how: View | None
+    marks: int
+    """Changes in place that were recorded. PyTorch has counted more: an autograd.Function has marked others."""
+    key: Any
+    """What they were taken by, as ``x[key]``."""
+    _made: tuple[int, Content]
+    _real: tuple[torch.Tensor, torch.Tensor] | None
 
     @staticmethod
-    def __new__(cls, content: Content, rows: Rows) -> LazyLogits:
-        self = torch.Tensor._make_wrapper_subclass(cls, content.shape, dtype=content.dtype, device=content.device)
-        self.content, self.rows = content, rows
+    def __new__(cls, memory: Memory, rows: Rows, how: View | None = None, stride: Any = None) -> LazyLogits:
+        content = memory.content if how is None else how.content(how.of.content)
+        self = torch.Tensor._make_wrapper_subclass(cls, content.shape, strides=stride, dtype=content.dtype, device=content.device)
+        self.memory, self.rows, self.how = memory, rows, how
+        self._made, self._real, self.marks, self.key = (memory.changes, content), None, 0, None
+        memory.lazy.append(TensorWeakRef(self))
         return self
+
+    @property
+    def content(self) -> Content:
+        """What they are now."""
+        if self.how is None:
+            return self.memory.content
+        if self._made[0] != self.memory.changes:
+            self._made = self.memory.changes, self.how.content(self.how.of.content)
+        return self._made[1]
+
+    @property
+    def is_real(self) -> bool:
+        return self.memory.values is not None
+
+    @property
+    def owner(self) -> LazyLogits:
+        """Those of all the memory, of which these are a view."""
+        return self if self.how is None else self.how.of.owner
+
+    @property
+    def real_memory(self) -> torch.Tensor:
+        """Their values in the graph, once their memory has some. No op sees this very tensor: it would change views, too."""
+        if self._real is None:
+            memory = self.memory
+            assert memory.values is not None
+            with torch._C.DisableTorchFunctionSubclass():
+                trained = self.requires_grad and not (self.how and self.is_leaf)
+                inference = self.is_inference()
+            with torch.inference_mode(inference), torch.set_grad_enabled(trained):
+                found = memory.values if self.how is None else self.how.values(self.how.of.real_memory)
+                if self.how is None or (trained and not found.requires_grad):  # a history of its own
+                    found = Whole.apply(self, self.content, found)
+                self._real = found.view_as(found), found
+        return self._real[0]
+
+    @property
+    def real_tensor(self) -> torch.Tensor:
+        """The tensor that is in these logits' place for good."""
+        self.real_memory  # noqa: B018
+        return self._real[1]
+
+    def compute(self, op: str) -> torch.Tensor:
+        """Return their values without a graph."""
+        if self.is_real:
+            return self.memory.values.detach() if self.how is None else self.how.values(self.how.of.compute(op))
+        _warn_of_whole(self, op)
+        return self.content.shaped(results(self.content, self.rows, identity, ())[0])
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
@@ -52,78 +132,145 @@ class LazyLogits(torch.Tensor):
         if not args and "input" in kwargs:
             kwargs = kwargs.copy()
             args = (kwargs.pop("input"),)
-        if name in ("__get__", "__set__"):
-            name = func.__self__.__name__
-            if name == "data":
-                return args[0].detach()
-            if name not in _VALUES:
-                return _native(func, args, kwargs)
-        elif name in _NATIVE:
-            return _native(func, args, kwargs)
-        if name in ("data_ptr", "untyped_storage", "storage", "__dlpack__"):
-            raise MemoError(
-                f"{name}() of lazy logits, which have no memory: a kernel of its own reads them. Set "
-                'memo.kernels.cross_entropy to "whole"'
-            )
+        accessor = name if name in ("__get__", "__set__") else None
+        name = func.__self__.__name__ if accessor else name
+        plain = (
+            name in _NATIVE
+            or (name == "requires_grad_" and args[0].requires_grad)
+            or (accessor and name not in (*_VALUES, "data"))
+        )
+        if plain and isinstance(args[0], LazyLogits):
+            return func(args[0].real_tensor, *args[1:], **kwargs) if args[0].is_real else _native(func, args, kwargs)
         if torch._C._functorch.peek_interpreter_stack() is not None:
             raise MemoError(
                 f"{name}() of lazy logits under a transform of torch.func (vmap, grad, jvp), which does not know them. Set "
                 'memo.kernels.cross_entropy to "whole"'
             )
-        if any(isinstance(value, LazyLogits) and value.content.stale for value in args):
-            raise MemoError(STALE)
-        handler = handlers.get(name) or handlers.get(name.strip("_"))
+        if name == "retain_grad" or (name == "requires_grad_" and not args[0].requires_grad):
+            raise MemoError(NO_WHOLE_GRADIENT.format(f"{name}()"))
+        if name == "register_hook":
+            return _hook(func, args, kwargs)
+        if func in (torch.autograd.grad, torch.autograd.backward):
+            return _differentiate(func, args, kwargs)
+        own = [value for value in tree_leaves((args, kwargs)) if isinstance(value, LazyLogits)]
+        for logits in own:
+            _check(logits)
+        if any(logits.is_real for logits in own):
+            found = func(*_with(_real_ones, args), **_with(_real_ones, kwargs))
+            for logits in own:
+                _follow(logits.memory)
+            return found
+        if name == "requires_grad_":
+            return _native(func, args, kwargs)
+        targets = [args[0]] if accessor == "__set__" else _written(func, name, args, kwargs)
+        handler = handlers.get(name.strip("_"))
+        if handler not in of_any and not (args and isinstance(args[0], LazyLogits)):
+            handler = None
+        if _is_in_place(name):
+            handler = handler if targets and handler in in_place else None
+        elif targets or "out" in kwargs:
+            handler = None
         if handler is not None and (found := handler(func, name.strip("_"), *args, **kwargs)) is not NotImplemented:
             return found
-        return whole(func, args, kwargs)
+        if not targets:
+            return _read(func, name, args, kwargs)
+        for logits in targets:
+            _realize(logits, name)
+        return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
-        name = func.overloadpacket.__name__
+        name, kwargs = func.overloadpacket.__name__, kwargs or {}
         if name in ("detach", "alias", "view_as"):
-            return cls(args[0].content, args[0].rows)
+            return alias(args[0])
+        if _written(func, name, args, kwargs):
+            raise MemoError(f"'{func}' writes to lazy logits where autograd does not see it. Clone them first")
 
         def values(logits: LazyLogits) -> torch.Tensor:
-            _before_whole(logits, name)
-            return logits.content.shaped(results(logits.content, logits.rows, identity, ())[0])
+            return logits.compute(name)
 
-        return _with_values(func, values, args, kwargs or {})
+        return func(*_with(values, args), **_with(values, kwargs))
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         node = f", grad_fn={type(self.grad_fn).__name__}" if self.grad_fn is not None else ""
         return f"LazyLogits({tuple(self.shape)}, {self.dtype}{node})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return whole(torch.Tensor.detach, (self,), {}).__reduce_ex__(protocol)
+        return _realize(self, "copy or pickle").__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        if self.is_real:
+            return copy.deepcopy(self.real_tensor, memo)
         if self.requires_grad:
             raise RuntimeError("only tensors that are leaves of the graph can be deep-copied: detach the logits first")
-        return LazyLogits(self.content, self.rows)
-
-
-def whole(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Call a function with the whole logits."""
-
-    def values(logits: LazyLogits) -> torch.Tensor:
-        _before_whole(logits, func.__name__)
-        return logits.content.shaped(Reduce.apply(logits, identity, (), None)[0])
-
-    return _with_values(func, values, args, kwargs)
+        return self.clone()
 
 
 def call_head(content: Content, rows: Rows, parameters: list[torch.Tensor], hidden_NH: torch.Tensor) -> LazyLogits:
     """Return the logits of a call of the head."""
-    return OutputHead.apply(lambda content: LazyLogits(content, rows), content, hidden_NH, *parameters)
+    return OutputHead.apply(lambda content: LazyLogits(Memory(content), rows), content, hidden_NH, *parameters)
 
 
 def derive(logits: LazyLogits, content: Content) -> LazyLogits:
-    """Return logits with a content that was made from theirs."""
-    return Derive.apply(lambda content: LazyLogits(content, logits.rows), logits, content)
+    """Return logits with memory of their own, of a content that was made from theirs."""
+    return Derive.apply(lambda: LazyLogits(Memory(replace(content, chosen={})), logits.rows), logits)
 
 
-def changed(logits: LazyLogits, **changes: Any) -> LazyLogits:
-    return derive(logits, replace(logits.content, **{"chosen": {}, "changed": {}, **changes}))
+def view_of(logits: LazyLogits, stride: Any, **how: Any) -> LazyLogits:
+    """Return logits that share the memory of others.
+
+    Args:
+        how: of :class:`View`.
+    """
+    graph = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+    with torch.inference_mode(logits.is_inference()), torch.set_grad_enabled(graph):
+        view = Derive.apply(lambda: LazyLogits(logits.memory, logits.rows, View(logits, **how), stride), logits)
+        if logits.requires_grad and not graph:
+            view.requires_grad = True  # a leaf, as PyTorch has it
+    return view
+
+
+def alias(logits: LazyLogits) -> LazyLogits:
+    """Return logits with the same memory and no history."""
+    view = logits.how
+    if view is not None:
+        view = view._replace(values=lambda whole: logits.how.values(whole).detach())
+    return LazyLogits(logits.memory, logits.rows, view, _native(torch.Tensor.stride, (logits,), {}))
+
+
+def change(logits: LazyLogits, new: Content, trains: bool) -> Any:
+    """Record a change in place.
+
+    Args:
+        new: what they shall be.
+        trains: True if that has a graph.
+
+    Returns:
+        The logits; NotImplemented where the graph or the rows do not allow it.
+    """
+    memory, owner, trained = logits.memory, logits.owner, logits.requires_grad
+    covers, columns, views, each = True, range(memory.content.vocabulary), [], logits
+    while each.how is not None:
+        views.append(each.how)
+        each = each.how.of
+        if each.requires_grad != trained:
+            return NotImplemented
+    for view in reversed(views):
+        covers, columns = covers and view.covers, columns[view.columns]
+    others = any(other.requires_grad for other in memory.sharers() if other.how is None and other is not owner)
+    seen = trained and torch.is_grad_enabled() and not logits.is_leaf
+    if others or trained != seen or trained < trains or (new.dtype, new.vocabulary) != (logits.dtype, logits.shape[-1]):
+        return NotImplemented
+    memory.about_to_change()
+    if not memory.change(new, logits.content, columns, covers, len(logits.rows.hidden_NH)):
+        return NotImplemented
+    torch.autograd.graph.increment_version(logits)
+    logits.marks = _version(logits)
+    for each in memory.sharers() if trained else ():  # a gradient that comes now is one of other logits than before
+        if each.requires_grad:
+            Derive.apply(lambda each=each: each, each)
+            each.marks = _version(each)
+    return logits
 
 
 def by_row(
@@ -150,13 +297,110 @@ def _native(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         return func(*args, **kwargs)
 
 
-def _with_values(func: Any, values: Callable[[LazyLogits], torch.Tensor], args: tuple, kwargs: dict[str, Any]) -> Any:
-    return func(*tree_map_only(LazyLogits, values, args), **tree_map_only(LazyLogits, values, kwargs))
+def _with(values: Callable[[LazyLogits], Any], tree: Any) -> Any:
+    return tree_map_only(LazyLogits, values, tree)
 
 
-def _before_whole(logits: LazyLogits, op: str) -> None:
-    if logits.content.stale:
-        raise MemoError(STALE)
+def _real_ones(logits: LazyLogits) -> torch.Tensor:
+    return logits.real_tensor if logits.is_real else logits
+
+
+def _check(logits: LazyLogits) -> None:
+    if _version(logits) != logits.marks:
+        raise MemoError("an autograd.Function marked lazy logits as changed (mark_dirty). Give it a clone of them")
+
+
+def _version(logits: LazyLogits) -> int:
+    with torch._C.DisableTorchFunctionSubclass():
+        return version_of(logits)
+
+
+def _hook(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Register a hook: all gradients of logits as they are now must come to it, and none of those before a change in place."""
+    logits, memory = args[0], args[0].memory
+    if logits.is_real and not version_of(memory.values):
+        raise MemoError(f"a hook on lazy logits that '{memory.op}' has made real. Register it before")
+    if memory.changes or logits.is_real:
+        return func(_realize(logits, func.__name__), *args[1:], **kwargs)
+    memory.hooked |= logits.how is not None
+    return _native(func, args, kwargs)
+
+
+def _differentiate(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Run autograd.grad or autograd.backward."""
+    if any(isinstance(leaf, LazyLogits) for leaf in tree_leaves((args[1:2], kwargs.get("inputs")))):
+        raise MemoError(NO_WHOLE_GRADIENT.format(func.__name__))
+    args, kwargs = _with(_real_ones, args), _with(_real_ones, kwargs)
+    return _native(func, args, kwargs)
+
+
+def _is_in_place(name: str) -> bool:
+    return name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+
+
+def _written(func: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> list[LazyLogits]:
+    """Return the logits that a function writes to, or whose address it hands out."""
+    schema = getattr(func, "_schema", None)
+    if schema is not None:
+        given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
+        written: Any = [given.get(each.name) for each in schema.arguments if each.alias_info and each.alias_info.is_write]
+    elif name in _ADDRESSES or _is_in_place(name) or kwargs.get("inplace"):
+        written = args[0] if args else next(iter(kwargs.values()))
+    else:
+        written = kwargs.get("out")
+    return [value for value in tree_leaves(written) if isinstance(value, LazyLogits)]
+
+
+def _realize(logits: LazyLogits, op: str) -> torch.Tensor:
+    """Have these logits, and all that share their memory, be real from now on."""
+    memory, owner = logits.memory, logits.owner
+    if not logits.is_real:
+        memory.about_to_change()
+        memory.op = op
+        with torch.inference_mode(owner.is_inference()):
+            memory.values = owner.compute(op).contiguous()
+        _follow(memory)
+    return logits.real_tensor
+
+
+def _follow(memory: Memory) -> None:
+    """Have the history of real logits be that of their real tensors, after each change."""
+    if memory.values is None or memory.followed == (version := version_of(memory.values)):
+        return
+    memory.followed = version
+    for each in memory.sharers():
+        with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass(), suppress(RuntimeError):
+            # PyTorch refuses a part of split() and a view made without gradients, once their base has changed: at their next use
+            if not each.is_leaf and each.real_tensor.requires_grad:
+                Follow.apply(each, each.real_tensor)
+        each.marks = _version(each)
+
+
+def _read(func: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Call a function with values that live as long as it needs them."""
+    made: list[tuple[LazyLogits, torch.Tensor, int]] = []
+
+    def values(logits: LazyLogits) -> torch.Tensor:
+        _warn_of_whole(logits, name)
+        with torch.set_grad_enabled(logits.requires_grad):
+            found = logits.content.shaped(Reduce.apply(logits, identity, (), None)[0])
+        made.append((logits, found, version_of(found)))
+        return found
+
+    found = func(*_with(values, args), **_with(values, kwargs))
+    results = {storage_of(out) for out in tensor_leaves(found)}
+    for logits, given, version in made:
+        if version_of(given) != version:
+            raise MemoError(f"'{name}' wrote to a copy of lazy logits, which do not follow. Clone them first")
+        if storage_of(given) in results:
+            _realize(logits, name)
+            return func(*args, **kwargs)
+    return found
+
+
+def _warn_of_whole(logits: LazyLogits, op: str) -> None:
+    if logits.content.column:
+        return
     gib = logits.numel() * logits.element_size() / GIB
     logits.content.source.warn(
         f"'{op}' needs whole logits, {gib:.3g} GiB of {logits.dtype}, which are made for it. Where that is too much, reduce them "

@@ -79,8 +79,8 @@ class Witness(TorchDispatchMode):
 
 
 def _storage(value: Any) -> int:
-    """Return the address of a plain tensor's storage, or 0."""
-    return value.untyped_storage()._cdata if type(value) in (torch.Tensor, nn.Parameter) else 0
+    """Return the address of a plain tensor's storage, or 0 where it takes no memory."""
+    return value.untyped_storage()._cdata if type(value) in (torch.Tensor, nn.Parameter) and not value.is_meta else 0
 
 
 @contextmanager

@@ -1,0 +1,105 @@
+"""What lazy logits share with their views, as other tensors share a storage: what they are now, and values once they exist.
+
+A change in place that ops.py knows makes another content for all of the memory. Views are made from it anew, so they follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.weak import TensorWeakRef
+
+from ds_memo.errors import MemoError
+from ds_memo.logits.content import Content, Tile, as_they_are
+
+
+class Memory:
+    """Memory of logits.
+
+    Args:
+        content: all of them, row-major.
+    """
+
+    def __init__(self, content: Content) -> None:
+        self.content = content
+        self.changes = 0
+        """Changes in place."""
+        self.values: torch.Tensor | None = None
+        """The logits, once an op that is not known has changed them: for good."""
+        self.followed = -1
+        """Version of the values that histories are of."""
+        self.op = ""
+        """That op."""
+        self.lazy: list[TensorWeakRef] = []
+        """All that share it."""
+        self.hooked = False
+        """True if a view has a hook."""
+
+    def sharers(self) -> list[Any]:
+        """Return the lazy tensors that share it now."""
+        self.lazy = [ref for ref in self.lazy if ref() is not None]
+        return [ref() for ref in self.lazy]
+
+    def about_to_change(self) -> None:
+        """Raise MemoError if a hook would get gradients that pass it by once the memory has changed."""
+        if self.hooked:
+            raise MemoError("a view of lazy logits has a hook, and their memory changes. Register hooks on a clone")
+
+    def change(self, new: Content, view: Content, columns: range, covers: bool, tokens: int) -> bool:
+        """Change the rows and columns of a view.
+
+        Args:
+            new: what the view shall be.
+            view: what it is.
+            covers: True if it has all rows in the order of the memory.
+            tokens: of the head's call.
+
+        Returns:
+            False if this cannot be said by rows.
+        """
+        old = self.content
+        if covers and len(columns) == old.vocabulary:
+            maps = tuple(each.reshape(old.leading) for each in new.maps)
+            self.content = replace(new, maps=maps, distinct=old.distinct, chosen={})
+        elif old.distinct:
+            numbers = old.maps[0].new_full((tokens,), -1)
+            numbers[view.maps[0].reshape(-1)] = torch.arange(view.rows, device=old.device)
+            count = len(old.maps)
+            all_rows = torch.arange(old.rows, device=old.device).view(old.leading)
+
+            def expression(tile: Tile) -> torch.Tensor:
+                values, number = tile.values(old.expression), tile.operand(count)
+                picked = (number >= 0).nonzero()[:, 0]
+                rows, part = values[picked], slice(columns.start, columns.stop, columns.step)
+                known = {as_they_are: tile.values(as_they_are)[picked], view.expression: rows[:, part]}
+                changed = Tile(new.at(number[picked]), slice(None), known).values(new.expression)
+                if len(columns) < old.vocabulary:
+                    whole = rows.clone()
+                    whole[:, part] = changed
+                    changed = whole
+                return values.index_copy(0, picked, changed)
+
+            by_row = numbers[old.maps[0].reshape(-1)]
+            self.content = replace(
+                old, expression=expression, maps=(*old.maps, all_rows), operands=(*old.operands, by_row), chosen={}
+            )
+        else:
+            return False
+        self.changes += 1
+        return True
+
+
+class View(NamedTuple):
+    """How lazy logits are made from others whose memory they share."""
+
+    of: Any
+    """The other lazy logits."""
+    content: Callable[[Content], Content]
+    values: Callable[[torch.Tensor], torch.Tensor]
+    covers: bool = False
+    """True if it has all rows, in the same order."""
+    columns: slice = slice(None)
+    """Of the vocabulary."""
