@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from ds_memo.logits.content import Content
 from ds_memo.logits.nodes import Known
-from ds_memo.logits.tensor import handlers
-from tests.fuzz.logits_programs import Sides, fuzz
+from ds_memo.logits.tensor import LazyLogits
+from tests.fuzz.logits_programs import DEFECTS, Sides, fuzz
 
-DAILY, SWEEP, PARTS = 300, 20_000, 10
+DAILY, SWEEP, PARTS = 200, 20_000, 10
 
 
 @pytest.fixture(scope="module")
@@ -30,28 +30,36 @@ def quiet() -> Iterator[None]:
         yield
 
 
-def failures(sides: Sides, programs: int, seed: int, **how: Any) -> list[str]:
-    _, kinds = fuzz(programs, seed, sides, **how)
-    return [f"{kind}: {found[0]}" for kind, found in kinds.items() if kind.startswith(("different", "crash"))]
+def defects(sides: Sides, programs: int, seed: int, shrunk: int = 10) -> dict[str, Any]:
+    _, kinds = fuzz(programs, seed, sides, shrunk)
+    return {kind: found[0] for kind, found in kinds.items() if kind.startswith(DEFECTS)}
 
 
 def test_programs(sides: Sides) -> None:
-    assert not failures(sides, DAILY, seed=0)
+    assert not defects(sides, DAILY, seed=0)
 
 
 @pytest.mark.slow
 @pytest.mark.sweep
-@pytest.mark.parametrize("part", range(PARTS))
-def test_many_programs(part: int, sides: Sides) -> None:
-    """As ``python -m tests.fuzz.logits_programs`` prints them, with other seeds."""
-    assert not failures(sides, SWEEP // PARTS, seed=part + 1)
+@pytest.mark.parametrize("seed", range(1, PARTS + 1))
+def test_many_programs(seed: int, sides: Sides) -> None:
+    assert not defects(sides, SWEEP // PARTS, seed)
 
 
 # ---- negative controls
 
 
-def in_place_on_a_temporary(patch: pytest.MonkeyPatch) -> None:
-    patch.setitem(handlers, "mul_", lambda func, name, logits, *args: logits)
+def works_on_a_temporary(patch: pytest.MonkeyPatch) -> None:
+    """An op in place changes a clone."""
+    right = LazyLogits.__torch_function__
+
+    def wrong(cls: type, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func.__name__ == "mul_" and isinstance(args[0], LazyLogits):
+            right(func, types, (args[0].clone(), *args[1:]), kwargs)
+            return args[0]
+        return right(func, types, args, kwargs)
+
+    patch.setattr(LazyLogits, "__torch_function__", classmethod(wrong))
 
 
 def dropped_tile(patch: pytest.MonkeyPatch) -> None:
@@ -63,7 +71,9 @@ def factor_of_a_hook_left_out(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Known, "scaled", lambda self, factor: self)
 
 
-@pytest.mark.parametrize("change", [in_place_on_a_temporary, dropped_tile, factor_of_a_hook_left_out])
-def test_the_fuzzer_sees_a_fault(change: Any, sides: Sides, monkeypatch: pytest.MonkeyPatch) -> None:
-    change(monkeypatch)
-    assert any(each.startswith("different") for each in failures(sides, DAILY, seed=0, shrunk=5))
+@pytest.mark.parametrize("fault", [works_on_a_temporary, dropped_tile, factor_of_a_hook_left_out])
+def test_the_fuzzer_sees_a_fault(
+    fault: Callable[[pytest.MonkeyPatch], None], sides: Sides, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fault(monkeypatch)
+    assert any(kind.startswith("different") for kind in defects(sides, DAILY, seed=0, shrunk=0))
