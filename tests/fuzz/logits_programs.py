@@ -40,7 +40,7 @@ GRAMMAR = Path(__file__).resolve().parents[1] / "data" / "fuzz" / "logits.txt"
 BATCH, LENGTH, HIDDEN, VOCAB, TILE = 2, 5, 4, 7, 4
 """10 rows: two tiles and a rest."""
 MEMO = {"enabled": True, "alpha": 1.0, "resident_layers": 0, "plan": {"enabled": False}}
-SETTINGS = {"trained": 12, "frozen head": 3, "frozen": 3, "no_grad": 3, "inference_mode": 1, "model": 1}
+SETTINGS = {"trained": 16, "frozen head": 3, "frozen": 3, "no_grad": 3, "inference_mode": 1, "model": 1}
 """What needs gradients, with how often; "model": all, and logits of the whole model."""
 MODES = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
 UNDER = {"": 90, "with torch.no_grad(): ": 7, "with torch.inference_mode(): ": 1, "with torch.enable_grad(): ": 2}
@@ -210,6 +210,8 @@ class Writer:
     def add(self, kind: str) -> None:
         """Add a statement of a kind; three tries."""
         _, flags, templates = grammar()[kind]
+        if kind in ("gradient", "backward"):
+            self.add("term")
         for _ in range(3):
             name = self.pick.choice([*self.names["logits"], *self.names["logits"][-2:], "x"])
             if "name" not in flags and self.pick.random() < 0.25:
@@ -217,7 +219,7 @@ class Writer:
             x, template = self.value(name), self.pick.choice(templates)
             if not isinstance(x, torch.Tensor):
                 continue
-            if kind == "hook" and x._is_view():  # torch 2.13 itself dies where a changed base has a view with hooks
+            if kind == "hook" and not x.is_inference() and x._is_view() and x._version:  # torch 2.13 itself dies of some of these
                 continue
             before, text = "" if "plain" in flags else self.mode(), self.fill(template, name, x)
             into = next((flag for flag in flags if flag in self.names), None)

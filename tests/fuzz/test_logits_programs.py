@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ds_memo.logits.content import Content
-from ds_memo.logits.nodes import Known
+from ds_memo.logits.nodes import Known, Term
 from ds_memo.logits.tensor import LazyLogits
 from tests.fuzz.logits_programs import DEFECTS, Sides, fuzz
 
@@ -54,7 +54,7 @@ def works_on_a_temporary(patch: pytest.MonkeyPatch) -> None:
     right = LazyLogits.__torch_function__
 
     def wrong(cls: type, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
-        if func.__name__ == "mul_" and isinstance(args[0], LazyLogits):
+        if func.__name__ in ("mul_", "add_", "__imul__", "__iadd__") and isinstance(args[0], LazyLogits):
             right(func, types, (args[0].clone(), *args[1:]), kwargs)
             return args[0]
         return right(func, types, args, kwargs)
@@ -68,7 +68,8 @@ def dropped_tile(patch: pytest.MonkeyPatch) -> None:
 
 
 def factor_of_a_hook_left_out(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Known, "scaled", lambda self, factor: self)
+    for kind in (Term, Known):
+        patch.setattr(kind, "scaled", lambda self, factor: self)
 
 
 @pytest.mark.parametrize("fault", [works_on_a_temporary, dropped_tile, factor_of_a_hook_left_out])
