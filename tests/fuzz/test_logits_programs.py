@@ -46,6 +46,14 @@ def test_many_programs(seed: int, sides: Sides) -> None:
     assert not defects(sides, SWEEP // PARTS, seed)
 
 
+def test_stock_beside_stock_is_exact(sides: Sides, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With tiles larger than any logits."""
+    for head in sides.handle._session.heads:
+        monkeypatch.setattr(head, "rows", 1000)
+    counts, _ = fuzz(DAILY // 2, 0, sides)
+    assert counts.keys() <= {"exact", "stock raises"}
+
+
 # ---- negative controls
 
 
