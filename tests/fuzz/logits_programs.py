@@ -48,8 +48,6 @@ COMMON = ("view", "op", "reduce", "common", "term", "again", "gradient", "hook")
 """Kinds of statements of programs most of which stay lazy."""
 KEPT = ("X", "KEY", "SEED", "B", "LABELS")
 """Words that mean the same at each place in a template; others are drawn again."""
-CALLS = ("inplace", "method", "foreach", "function", "out")
-"""Words for a call that torch takes; the grammar has no list of them."""
 DEFECTS = ("different", "crash")
 OUTCOMES = ("exact", "whole", "refused", "unread", *DEFECTS, "stock raises", "unstable", "left out")
 
@@ -123,42 +121,57 @@ def grammar() -> dict[str, Kind]:
     return kinds
 
 
+CALLS = {
+    "INPLACE": "X.{}(A)",
+    "METHOD": "X.{}(A)",
+    "FOREACH": "torch.{}([X], A)",
+    "FUNCTION": "F.{}(X, A, inplace=True)",
+    "OUT": "torch.{}(Z, A, out=X)",
+}
+"""Words for a call of any name that torch has, with A for the arguments."""
+SHAPES = ((BATCH, LENGTH, VOCAB), (BATCH * LENGTH, VOCAB))
+LISTS = ("", "NUMBER", "[Z]", "[FULL]", "[FULL], [FULL]", "[FULL], NUMBER")
 ARGUMENTS = (
     *("", "NUMBER", "INT", "FULL", "VEC", "ROW", "Z", "FULL, FULL", "FULL, NUMBER", "NUMBER, NUMBER", "NUMBER, FULL", "MASK"),
     *("MASK, NUMBER", "MASK, FULL", "DIM", "DIM, DIM", "DIM, INT", "INT, DIM", "DIM, 0, 2", "-1, WHERE", "-1, WHERE, NUMBER"),
     *("-1, WHERE, PIECE", "-1, WHERE, PIECE, 'sum'", "-1, WHERE, PIECE, 'amax'", "-1, SOME", "-1, SOME, NUMBER"),
     *("-1, SOME, PIECE", "-1, SOME, PIECE, 'mean'", "(index(1, FIRST, 2),), SCALAR", "(MASK,), SCALAR", "2, 0, 1.0", "[SHAPE]"),
-    *("index(1, NUMEL, 2), values(2, 2)", "torch.float64"),
+    *("index(1, NUMEL, 2), values(2, 2)", "torch.float64", "values(1, FIRST, SECOND, 3), values(2, FIRST, 3, LAST)"),
+    *("values(1, FIRST, 3), values(2, 3, LAST)", "values(1, FIRST), values(2, LAST)", "values(1, FIRST, 3), values(2, 3)"),
 )  # fmt: skip
 _BARRED = re.compile(
     "sparse|cuda|hpu|xpu|mtia|ipu|share|storage|pin_|names|align|rename|refine|dlpack|module_load|mkldnn|resize|^set_|map|apply|"
-    "retain|quant|crow|ccol|indices$|^is_|^new_|as_strided|requires|svd|qr|^lu|inverse|coalesce|philox|backward|register|numpy|"
+    "retain|quant|crow|ccol|indices$|^is_|^new_|as_strided|requires|svd|^qr|gqr|mqr|^lu|inverse|coalesce|philox|backward|register|numpy|"
     "dense|stft|tolist|item|nelement|element_size|get_device|dim_order|grad"
 )
 """Methods that no program calls by trying: they need other tensors, read no values, or are in the grammar by hand."""
 
 
 @functools.cache
-def known_calls() -> dict[str, list[str]]:
-    """Return calls that torch takes with logits, found by trying."""
+def named(word: str) -> list[str]:
+    """Return the names in torch that a word stands for a call of."""
     methods = [name for name in dir(torch.Tensor) if not name.startswith("_") and not _BARRED.search(name)]
-    inplace = [name for name, fn in vars(F).items() if inspect.isfunction(fn) and "inplace" in inspect.signature(fn).parameters]
-    foreach = [name for name in dir(torch) if name.startswith("_foreach_") and name.endswith("_")]
-    lists = ("", ", NUMBER", ", [Z]", ", [FULL]", ", [FULL], [FULL]", ", [FULL], NUMBER")
-    found = {
-        "inplace": [f"X.{name}({a})" for name in methods if name.endswith("_") for a in ARGUMENTS],
-        "method": [f"X.{name}({a})" for name in methods if not name.endswith("_") for a in ARGUMENTS],
-        "foreach": [f"torch.{name}([X]{how})" for name in foreach for how in lists],
-        "function": [f"F.{name}(X, inplace=True)" for name in inplace],
-        "out": [f"torch.{name}(Z, {a}, out=X)" for name in methods if hasattr(torch, name) for a in ARGUMENTS[1:]],
-    }
-    assert found.keys() == set(CALLS)
-    return {kind: [call for call in calls if _runs(call)] for kind, calls in found.items()}
+    return {
+        "INPLACE": [name for name in methods if name.endswith("_")],
+        "METHOD": [name for name in methods if not name.endswith("_")],
+        "FOREACH": [name for name in dir(torch) if name.startswith("_foreach_") and name.endswith("_")],
+        "FUNCTION": [name for name, fn in vars(F).items() if inspect.isfunction(fn) and "inplace" in fn.__code__.co_varnames],
+        "OUT": [name for name in methods if hasattr(torch, name)],
+    }[word]
 
 
-def _runs(call: str) -> bool:
-    """Return True if stock takes a call and gives tensors, or nothing."""
-    space = {**GIVEN, "x": values(1, BATCH, LENGTH, VOCAB)}
+@functools.cache
+def calls(word: str, name: str) -> list[str]:
+    """Return the calls of a name that stock takes, found by trying."""
+    text, arguments = CALLS[word].format(name), LISTS if word == "FOREACH" else ARGUMENTS
+    tried = [text.replace("A", each) if each else re.sub("(, )?A", "", text) for each in arguments]
+    with torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng([]):
+        return [call for call in dict.fromkeys(tried) if any(_runs(call, shape) for shape in SHAPES)]
+
+
+def _runs(call: str, shape: tuple[int, ...]) -> bool:
+    """Return True if a call gives tensors, or nothing."""
+    space = {**GIVEN, "x": values(1, *shape)}
     try:
         got = eval(Writer(random.Random(0), "", space).fill(call, "x", space["x"]), space)
     except Exception:
@@ -302,8 +315,12 @@ class Writer:
         }  # fmt: skip
         if word in plain:
             return plain[word]()
-        kind = word.lower()
-        templates = known_calls()[kind] if kind in CALLS else grammar()[kind].templates if kind in grammar() else [word]
+        if word in CALLS:
+            templates = []
+            while not templates:
+                templates = calls(word, pick.choice(named(word)))
+        else:
+            templates = grammar()[word.lower()].templates if word.lower() in grammar() else [word]
         return self.fill(pick.choice(templates), name, x) if templates != [word] else word
 
 
