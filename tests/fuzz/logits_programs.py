@@ -202,7 +202,7 @@ KINDS = {
     "gradient kept, or a hook": r"retain_grad|register_hook",
     "torch.func": r"torch\.func",
     "memory shared": r"numpy|dlpack|storage|as_strided|set_\(|\.data = ",
-    "a factor of inf": r"math\.inf|/ 0\b",
+    "a factor of inf": r"math\.inf|/ 0(?!\.)",
     "no row counts": r"labels\(0|:0\]|mask\(0",
     "foreach": r"_foreach_",
     "out=": r"out=",
