@@ -159,8 +159,9 @@ def read(space: dict[str, Any]) -> Iterator[tuple[str, Any]]:
             name = f"{name.partition('[')[0]}[{number}]" if parts is value else name
             if isinstance(each, torch.Tensor):
                 yield name, plain(each)
-                yield f"{name}.requires_grad", each.requires_grad
-                if each.requires_grad and each.is_leaf:
+                view = each.is_leaf and not each.is_inference() and each._is_view()  # made under no_grad: torch calls it a leaf
+                yield f"{name}.requires_grad", each.requires_grad and not view
+                if each.requires_grad and each.is_leaf and not view:
                     yield f"{name}.grad", plain(each.grad)
             elif isinstance(each, (bool, int, float)):
                 yield name, torch.tensor(each)
