@@ -159,7 +159,9 @@ def read(space: dict[str, Any]) -> Iterator[tuple[str, Any]]:
             name = f"{name.partition('[')[0]}[{number}]" if parts is value else name
             if isinstance(each, torch.Tensor):
                 yield name, plain(each)
-                view = each.is_leaf and not each.is_inference() and each._is_view()  # made under no_grad: torch calls it a leaf
+                view = (
+                    type(each) is torch.Tensor and each.is_leaf and not each.is_inference() and each._is_view()
+                )  # under no_grad
                 yield f"{name}.requires_grad", each.requires_grad and not view
                 if each.requires_grad and each.is_leaf and not view:
                     yield f"{name}.grad", plain(each.grad)
