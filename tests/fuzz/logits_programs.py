@@ -159,9 +159,8 @@ def read(space: dict[str, Any]) -> Iterator[tuple[str, Any]]:
             name = f"{name.partition('[')[0]}[{number}]" if parts is value else name
             if isinstance(each, torch.Tensor):
                 yield name, plain(each)
-                view = (
-                    type(each) is torch.Tensor and each.is_leaf and not each.is_inference() and each._is_view()
-                )  # under no_grad
+                # torch calls a view a leaf that needs a gradient if no_grad made it of what needs one
+                view = type(each) is torch.Tensor and each.is_leaf and each._base is not None and each._base.requires_grad
                 yield f"{name}.requires_grad", each.requires_grad and not view
                 if each.requires_grad and each.is_leaf and not view:
                     yield f"{name}.grad", plain(each.grad)
