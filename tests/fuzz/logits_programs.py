@@ -1,0 +1,290 @@
+"""Random programs on logits, run with stock and with lazy logits: every value and gradient must be the same.
+
+    python -m tests.fuzz.logits_programs --programs 20000 --seed 0
+
+prints each kind of failure, with a program cut to the statements that it needs, and how many programs had which outcome:
+
+    exact: as stock            whole: as stock, a statement warned     refused: a statement raised MemoError
+    unread: MemoError only when every value was read at the end        different, crash: a defect
+    stock raises               unstable: results with stock change when weights change by 10⁻¹⁴ (1/x near 0, say)
+
+Hidden states and weights are multiples of 2⁻¹⁰: logits are the same to the last bit for any number of rows in a tile. Only what
+later ops round can differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import math
+import random
+import re
+import time
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+import ds_memo
+from tests.fuzz.logits_writer import GIVEN, HIDDEN, VOCAB, Writer, compiled, drawn, values
+
+TILE = 4
+"""The logits have 10 rows: two tiles and a rest."""
+MEMO = {"enabled": True, "alpha": 1.0, "resident_layers": 0, "plan": {"enabled": False}}
+SETTINGS = {"trained": 16, "frozen head": 3, "frozen": 3, "no_grad": 3, "inference_mode": 1, "model": 1}
+"""What needs gradients, with how often; "model": all, and logits of the whole model."""
+MODES = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
+DEFECTS = ("different", "crash")
+OUTCOMES = ("exact", "whole", "refused", "unread", *DEFECTS, "stock raises", "unstable", "left out")
+
+
+# ---- both sides
+
+
+class Run(NamedTuple):
+    found: dict[str, Any]
+    error: Exception | None
+    ended: bool
+    """False if a statement raised, not a look at the results."""
+    warned: bool
+    """True if a statement warned: at the end all are made whole."""
+
+
+class Sides:
+    """A small model as stock, and its copy with memo."""
+
+    def __init__(self) -> None:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        torch.manual_seed(0)
+        sizes = {"vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": 6, "num_hidden_layers": 1}
+        self.stock = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=1, initializer_range=0.5)).double().train()
+        self.stock.lm_head = nn.Linear(HIDDEN, VOCAB, dtype=torch.float64)
+        with torch.no_grad():
+            self.stock.lm_head.weight.copy_(values(7, VOCAB, HIDDEN))
+            self.stock.lm_head.bias.copy_(values(8, VOCAB))
+        self.memo = copy.deepcopy(self.stock)
+        self.start = copy.deepcopy(dict(self.stock.named_parameters()))
+        self.handle = ds_memo.attach(self.memo, MEMO)
+        for head in self.handle._session.heads:
+            head.rows = TILE
+
+    def space(self, model: nn.Module, setting: str, shift: float = 0.0) -> dict[str, Any]:
+        """Return the names that a program begins with, and the model as it was before the first.
+
+        Args:
+            shift: relative change of each weight, at random.
+        """
+        frozen = {"frozen": "", "frozen head": "lm_head"}.get(setting, "no parameter")
+        for name, start in self.start.items():
+            owner, _, last = name.rpartition(".")
+            noise = 2 * torch.rand(start.shape, generator=drawn(len(name))) - 1
+            parameter = nn.Parameter(start.detach() * (1 + shift * noise), requires_grad=frozen not in name)
+            setattr(model.get_submodule(owner), last, parameter)
+        torch.manual_seed(3)
+        return {**GIVEN, "head": model.lm_head, "model": model, "loss": torch.zeros((), dtype=torch.float64), "seen": []}
+
+    def write(self, seed: int, number: int) -> tuple[str, list[str]]:
+        """Return a setting and a program."""
+        pick = random.Random(seed * 1_000_003 + number)
+        setting = pick.choices(list(SETTINGS), list(SETTINGS.values()))[0]
+        with MODES.get(setting, nullcontext)():
+            return setting, Writer(pick, setting, self.space(self.stock, setting)).write()
+
+    def run(self, model: nn.Module, setting: str, program: list[str], shift: float = 0.0) -> Run:
+        space, session, ended, warned = self.space(model, setting, shift), self.handle._session, False, False
+        session._warned.clear()
+        session.warnings.clear()
+        try:
+            with MODES.get(setting, nullcontext)():
+                for statement in program:
+                    exec(compiled(statement), space)
+                ended, warned = True, bool(session.warnings)
+                return Run(dict(read(space)), None, ended, warned)
+        except Exception as error:
+            return Run({}, error, ended, warned)
+
+    def judge(self, setting: str, program: list[str]) -> tuple[str, str]:
+        """Return an outcome, and what was seen."""
+        want = self.run(self.stock, setting, program)
+        if want.error is not None:
+            return "stock raises", type(want.error).__name__
+        got = self.run(self.memo, setting, program)
+        if got.error is not None:
+            refused = "unread" if got.ended else "refused"
+            text = next(iter(str(got.error).splitlines()), "")
+            return refused if isinstance(got.error, ds_memo.MemoError) else "crash", f"{type(got.error).__name__}: {text}"
+        tolerance = tolerance_of(program)
+        off = differences(got.found, want.found, tolerance)
+        if off:
+            moved = self.run(self.stock, setting, program, 1e-14 if tolerance < 1e-9 else tolerance / 100)
+            unstable = off.keys() if moved.error else differences(moved.found, want.found, tolerance)
+            stable = [f"{name}: {text}" for name, text in off.items() if name not in unstable]
+            return ("different", stable[0]) if stable else ("unstable", next(iter(off)))
+        return ("whole" if got.warned else "exact"), ""
+
+    def shrink(self, setting: str, program: list[str]) -> list[str]:
+        """Drop statements and modes as long as the outcome is the same."""
+        outcome, seen = self.judge(setting, program)
+        changed = True
+        while changed:
+            changed = False
+            for at in reversed(range(len(program))):
+                bare = re.sub(r"^with [^:]*: |; loss.backward\(\)$", "", program[at])
+                for instead in [[], [bare]] if bare != program[at] else [[]]:
+                    fewer = program[:at] + instead + program[at + 1 :]
+                    now, what = self.judge(setting, fewer)
+                    if now == outcome and (now != "crash" or what.partition(":")[0] == seen.partition(":")[0]):
+                        program, changed = fewer, True
+                        break
+        return program
+
+
+def tolerance_of(program: list[str]) -> float:
+    text = "\n".join(program)
+    return 3e-2 if re.search("half|float16", text) else 1e-5 if re.search(r"\.float\(|float32", text) else 1e-10
+
+
+def read(space: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield every value that a program made, by name, and the gradients of leaves and parameters."""
+    model, head = space["model"], space["head"]
+    made = [(name, value) for name, value in space.items() if name not in GIVEN and name not in ("model", "head", "loss")]
+    for name, value in [*made, ("loss", space["loss"]), ("head.weight", head.weight), ("head.bias", head.bias)]:
+        parts = value if isinstance(value, (tuple, list)) else [value]
+        for number, each in enumerate(parts):
+            name = f"{name.partition('[')[0]}[{number}]" if parts is value else name
+            if isinstance(each, torch.Tensor):
+                yield name, plain(each)
+                # torch calls a view a leaf that needs a gradient if no_grad made it of what needs one
+                view = type(each) is torch.Tensor and each.is_leaf and each._base is not None and each._base.requires_grad
+                yield f"{name}.requires_grad", each.requires_grad and not view
+                if each.requires_grad and each.is_leaf and not view:
+                    yield f"{name}.grad", plain(each.grad)
+            elif isinstance(each, (bool, int, float)):
+                yield name, torch.tensor(each)
+    for name, parameter in model.named_parameters():
+        yield f"{name}.grad", plain(parameter.grad)
+
+
+def plain(value: torch.Tensor | None) -> torch.Tensor | None:
+    if value is None or type(value) in (torch.Tensor, nn.Parameter):
+        return None if value is None else value.detach().clone()
+    return torch.tensor(value.detach().tolist(), dtype=value.dtype).reshape(value.shape)
+
+
+def differences(got: dict[str, Any], want: dict[str, Any], tolerance: float) -> dict[str, str]:
+    """Return by name what is not the same to `tolerance` of the largest finite value."""
+
+    def brief(value: Any) -> str:
+        return f"{tuple(value.shape)} {value.dtype}" if isinstance(value, torch.Tensor) else str(value)
+
+    found = {}
+    for name, a in want.items():
+        b = got.get(name, "missing")
+        if brief(a) != brief(b):
+            found[name] = f"{brief(b)}, stock {brief(a)}"
+        elif isinstance(a, torch.Tensor):
+            a, b = a.double(), b.double()
+            least = tolerance * max(a[a.isfinite()].abs().max().item() if a.isfinite().any() else 0.0, 1e-3)
+            if not ((a == b) | (a.isnan() & b.isnan()) | ((a - b).abs() <= least)).all():
+                found[name] = f"off by {(a - b).abs().nan_to_num(math.inf).max().item():.3g}"
+    return found
+
+
+# ---- many programs
+
+KINDS = {
+    "hidden states changed": r"^h0?[.\[]|out=h\b",
+    "weights changed": r"head\.\w+(\.data)? = |head\.\w+(\.data|\.detach\(\))?[.\[]\w+[(\]]|optim|init\.ones_|head\.requires",
+    "gradient of logits": r"autograd\.grad|\.backward\(v",
+    "gradient kept, or a hook": r"retain_grad|register_hook",
+    "torch.func": r"torch\.func",
+    "memory shared": r"numpy|dlpack|storage|as_strided|set_\(|\.data = ",
+    "a factor of inf": r"math\.inf|/ 0(?!\.)",
+    "no row counts": r"labels\(0|:0\]|mask\(0",
+    "foreach": r"_foreach_",
+    "out=": r"out=",
+    "inplace=True, nn.init": r"inplace=|init\.|hardtanh_\(|threshold_\(",
+    "in place, by a method": r"\.\w+_\(",
+    "entries set": r"\] [-+*/]?= ",
+    "augmented assignment": r"\w (\*\*|//|[-+*/%])= ",
+}  # fmt: skip
+"""Kinds of wrong values: what is found first in the shortest program."""
+
+
+def kind_of(outcome: str, seen: str, program: list[str]) -> str:
+    if outcome != "different":
+        return f"{outcome}: {re.sub('-?[0-9]+', '#', seen)[:90]}"
+    if "requires_grad" in seen:
+        return f"{outcome}: requires_grad"
+    text = "\n".join(re.sub(r"^with [^:]*: ", "", line) for line in program if not re.match(r"h0? = ", line))
+    return f"{outcome}: {next((kind for kind, what in KINDS.items() if re.search(what, text, re.MULTILINE)), 'another')}"
+
+
+class Failure(NamedTuple):
+    number: int
+    setting: str
+    seen: str
+    program: list[str]
+
+
+def fuzz(
+    programs: int, seed: int, sides: Sides | None = None, shrunk: int = 200, without: str = "$^", verbose: bool = False
+) -> tuple[Counter[str], dict[str, list[Failure]]]:
+    """Return how many programs had each outcome, and by kind those that are not as stock.
+
+    Args:
+        shrunk: defects that are cut to the statements that they need; later ones are as they were written.
+        without: no program in which this pattern is found.
+    """
+    sides, counts, kinds = sides or Sides(), Counter(), defaultdict(list)
+    for number in range(programs):
+        setting, program = sides.write(seed, number)
+        if verbose:
+            print(f"# program {number}", setting, *program, sep="\n", flush=True)
+        outcome, seen = ("left out", "") if re.search(without, "\n".join(program)) else sides.judge(setting, program)
+        counts[outcome] += 1
+        if outcome in DEFECTS and shrunk > 0:
+            shrunk -= 1
+            program = sides.shrink(setting, program)
+            outcome, seen = sides.judge(setting, program)
+        if outcome in (*DEFECTS, "refused", "unread", "unstable"):
+            kinds[kind_of(outcome, seen, program)].append(Failure(number, setting, seen, program))
+    return counts, kinds
+
+
+def show(setting: str, program: str) -> None:
+    """Print the outcome of a program."""
+    print(*Sides().judge(setting, program.strip().splitlines()))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--programs", type=int, default=20_000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--shrink", type=int, default=200, help="defects that are cut to the statements that they need")
+    parser.add_argument(
+        "--verbose", action="store_true", help="print each program before it runs: what a segmentation fault needs"
+    )
+    parser.add_argument("--without", default="$^", help="leave out programs in which this pattern is found")
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    began = time.perf_counter()
+    counts, kinds = fuzz(arguments.programs, arguments.seed, None, arguments.shrink, arguments.without, arguments.verbose)
+    for kind, failures in sorted(kinds.items(), key=lambda item: -len(item[1])):
+        number, setting, seen, program = min(failures, key=lambda failure: len("\n".join(failure.program)))
+        print(f"\n# {kind} ({len(failures)} times; this is program {number}): {seen[:200]}")
+        if kind.startswith(DEFECTS):
+            print(f"show({setting!r}, r'''", *program, "''')", sep="\n")
+    print(f"\n{arguments.programs} programs, seed {arguments.seed}, {time.perf_counter() - began:.0f} s")
+    print(" / ".join(f"{outcome} {counts[outcome]}" for outcome in OUTCOMES))
+    return int(any(counts[outcome] for outcome in DEFECTS))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
