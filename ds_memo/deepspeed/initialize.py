@@ -335,7 +335,7 @@ def _tell_what_moved(session: Session) -> bool:
     What is solved automatically is solved again after the first step, which shows the memory of head and loss.
     """
     report = session.report()
-    first = report["step_s"] is None
+    first = session.steps.speed.steps == 1
     if first and not report["active"] and report["predicted"] is not None:
         return False
     steps = "step" if first else "two steps"

@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from ds_memo.deepspeed import sequence_probe
 from ds_memo.deepspeed.sequence_probe import FIELD
 from ds_memo.distributed import agree
+from ds_memo.distributed.lost_ranks import naming_lost_ranks
 from ds_memo.distributed.store import groups_wait_no_longer
 from ds_memo.distributed.topology import ranks_per_sequence
 from ds_memo.errors import MemoConfigError, MemoError
@@ -228,6 +229,7 @@ def _described(value: Any) -> Any:
     return torch.empty_like(value, device="meta", memory_format=torch.contiguous_format) if is_tensor else value
 
 
+@naming_lost_ranks("the mean over a sequence's ranks")
 def mean_over_ranks(loss: torch.Tensor, labels: torch.Tensor, engine: deepspeed.DeepSpeedEngine) -> torch.Tensor:
     """The mean loss over whole sequences, from every rank's mean over its part, weighted by the labels that count.
 

@@ -314,6 +314,7 @@ class Remat:
         mode: Analyse | Record
         if recipe is None:
             observed = Observed()
+            self.work.analysed += key is not None and layer.follows_recipes
             mode, pack = Analyse(call, observed, givens()), analysing_pack(call, observed)
         else:
             layer.latest = recipe
