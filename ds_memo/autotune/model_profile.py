@@ -68,7 +68,7 @@ class Profiling:
             MemoError: ranks are configured differently.
         """
         self._of_layers = of_layers
-        refuse_differences('the "memo" section', from_all_ranks(_configured(self._config)))
+        refuse_differences('the "memo" section', from_all_ranks(shared_settings(self._config)))
         refuse_differences("the model", from_all_ranks({"layers": len(layers), "layer": layer_in_words(layers[0])}))
         asked = self._asked(worth_measuring(layers, of_layers, calls), from_all_ranks)
         if not asked.calls:
@@ -157,9 +157,12 @@ class Profiling:
         )
 
 
-def _configured(config: MemoConfig) -> dict[str, Any]:
-    section = config.model_dump()
-    return {f"memo.{name}": value for name, value in section.items()}
+def shared_settings(config: MemoConfig) -> dict[str, Any]:
+    """Return the settings that all ranks must share. Paths name places on a node, and may differ."""
+    section = config.model_dump(exclude={"cache_dir": True, "nvme": {"path"}})
+    nested = {name: value for name, value in section.items() if isinstance(value, dict)}
+    settings = {f"memo.{name}": value for name, value in section.items() if name not in nested}
+    return settings | {f"memo.{name}.{key}": value for name, values in nested.items() for key, value in values.items()}
 
 
 def _only_me(mine: Any) -> list[Any]:

@@ -95,6 +95,8 @@ class Tuner:
     ) -> None:
         self.changes: list[str] = []
         """What was changed while the run went on, in words."""
+        self.unsettled = 0
+        """Profiles, probes and solutions that were made so far."""
         self.gave_up = False
         """No profile could be made: the policy falls back on what needs none."""
         self._config = config
@@ -251,6 +253,7 @@ class Tuner:
 
     def _probed(self, training_pass: TrainingPass) -> HiddenShapes:
         """Run the forward up to its last kind of layer, and measure kinds again that it has outgrown."""
+        self.unsettled += 1
         probe = functools.partial(self._probe.later, training_pass)
         calls = together(probe) if self._meets_in_layers else probe()
         self._warn_of_encoders(calls[kind] for kind in self._profiling.kinds if kind in calls)
@@ -284,6 +287,7 @@ class Tuner:
         key = (shapes, self._in_flight, host, may_skip_recompute)
         known = self._solutions.get(key)
         if known is None:
+            self.unsettled += 1
             while len(self._solutions) >= REMEMBERED:
                 del self._solutions[next(iter(self._solutions))]
             known = self._solutions[key] = self._solve_as_configured(host, shapes, may_skip_recompute)
@@ -357,6 +361,7 @@ class Tuner:
 
     def _start(self, training_pass: TrainingPass, layers: Sequence[Layer]) -> bool:
         """Profile. All ranks do this together, at their first training pass."""
+        self.unsettled += 1
         layers, model = tuple(layers), training_pass.model
         if self._gather_whole is None and any(map(gathers_by_module, _modules(layers))):
             self._profiling.in_tiles, self._why_whole = False, BY_MODULE

@@ -1,6 +1,7 @@
 """Hooks on a DeepSpeed engine: methods of the engine, and its optimizer's step, are replaced by ones that tell the session.
 
-They tell of steps, of gradients that are reduced, of memory that the device refuses in a backward, and of the engine's end.
+They tell of steps, of gradients that are reduced, of memory that the device refuses in a backward, and of the engine's end. An
+error of the process group in them names the rank that is lost.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 import deepspeed
 import torch
 
+from ds_memo.distributed.lost_ranks import naming_lost_ranks
 from ds_memo.remat.undo import changed
 from ds_memo.runtime.report import events
 from ds_memo.runtime.session import Session
@@ -24,13 +26,14 @@ def hook_engine(engine: deepspeed.DeepSpeedEngine, session: Session) -> None:
     """Hook an engine until its model is detached. The session has weak references to the engine alone and keeps none alive."""
     hooks = _EngineHooks(engine, session)
     replaced = {
-        "_take_model_step": hooks.take_step,
-        "backward": hooks.backward,
-        "_backward_epilogue": hooks.reduce,
-        "destroy": hooks.destroy,
+        "forward": (_plain, "a forward"),
+        "_take_model_step": (hooks.take_step, "a step"),
+        "backward": (hooks.backward, "a backward"),
+        "_backward_epilogue": (hooks.reduce, "the reduction of gradients"),
+        "destroy": (hooks.destroy, "the engine's end"),
     }
-    for name, tell in replaced.items():
-        vars(engine)[name] = _around(getattr(engine, name), tell)
+    for name, (tell, where) in replaced.items():
+        vars(engine)[name] = _around(getattr(engine, name), tell, where)
     session.on_detach(functools.partial(_give_methods_back, weakref.ref(engine), tuple(replaced)))
     session.on_detach(_hook_optimizer(engine.optimizer, hooks))
 
@@ -79,10 +82,15 @@ class _EngineHooks:
         self._session.steps.ended(is_applied())
 
 
-def _around(stock: Callable[..., Any], tell: Callable[..., Any]) -> Callable[..., Any]:
+def _plain(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return stock(*args, **kwargs)
+
+
+def _around(stock: Callable[..., Any], tell: Callable[..., Any], where: str) -> Callable[..., Any]:
     @functools.wraps(stock)
     def told(*args: Any, **kwargs: Any) -> Any:
-        return tell(stock, *args, **kwargs)
+        with naming_lost_ranks(where):
+            return tell(stock, *args, **kwargs)
 
     return told
 

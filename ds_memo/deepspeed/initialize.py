@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import functools
 import inspect
+import json
 import os
 import sys
 import warnings
@@ -21,6 +22,8 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.module import PipelineModule
 from torch import nn
 
+import ds_memo
+from ds_memo.autotune.model_profile import shared_settings
 from ds_memo.config import SECTION, MemoConfig, memo_config
 from ds_memo.deepspeed import checkpoint_api, launched_by, sequence
 from ds_memo.deepspeed.engine_hooks import hook_engine, weakly
@@ -29,6 +32,8 @@ from ds_memo.deepspeed.rebind import Taken, other_holders, replace_in_modules, r
 from ds_memo.deepspeed.run_ahead_limit import limit_run_ahead
 from ds_memo.deepspeed.whole_layers import WholeLayers, forget_order, mark_around_leaf_modules
 from ds_memo.distributed import agree
+from ds_memo.distributed.lost_ranks import in_words, naming_lost_ranks
+from ds_memo.distributed.store import groups_wait_no_longer
 from ds_memo.errors import MemoError, MemoWarning
 from ds_memo.hf import kernels
 from ds_memo.hf.find_layers import find_layers
@@ -59,6 +64,10 @@ NO_LAUNCHER = (
     "GPU too: deepspeed train.py, torchrun train.py, or ds-memo run deepspeed train.py"
 )
 _LAUNCHERS_SET = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+ARRIVAL_S = 60.0
+"""Seconds until a rank warns of others that have not come to initialize()."""
+_FAILED = "error"
+"""Under which a rank tells of an error in place of what it was given."""
 initialized = False
 """True once initialize() was called."""
 _replaced: Callable[..., tuple] | None = None
@@ -88,46 +97,38 @@ def initialize(*args: Any, **kwargs: Any) -> tuple:
     section = _read_config(asked)
     if _replaced and launched_by.section is not None:
         section = {SECTION: launched_by.section, **section}
-    config = memo_config(section.get(SECTION, {}))
-    ranks = sequence.size_in(section)
     if asked.get("model") is None:  # DeepSpeed itself has something to say
         return stock(*args, **kwargs)
     if _replaced and SECTION not in section:
         warnings.warn(NO_SECTION, MemoWarning, stacklevel=2)
-    if SECTION in section and "enabled" not in config.model_fields_set:
-        warnings.warn(NOT_ENABLED, MemoWarning, stacklevel=2)
     announce_first_compile()
-    if config.enabled:
-        _refuse_pipelines(asked["model"])
-        if why := _takes_no_steps(asked, section):
-            _say(f"leaves this {type(asked['model']).__name__} alone: {why}, so its engine takes no steps")
-            config = config.model_copy(update={"enabled": False})
-    with ExitStack() as undo:
-        if config.enabled:
-            # DeepSpeed calls functions of torch by names that torch 2.13 deprecates; a warning at each step hides others.
-            warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
-            refuse_attached(asked["model"], but_by_engines=True)
-            refuse_config(section)
-            layers = find_layers(asked["model"], config.layers)
-            refuse_model(layers)
-            check_residents(config, len(layers))
-            if config.tile_tokens:
-                mark_around_leaf_modules([layer for _, layer in layers])
-            undo.enter_context(kernels.use_kernels(asked["model"], config))
-            if config.kernels.adam:
-                asked["optimizer"] = kernels.fused_adam(
-                    section, asked["model"], asked.get("model_parameters"), asked.get("optimizer")
-                )
-        if ranks > 1 and asked.get("mpu") is None:  # DeepSpeed would take such a configuration and train on parts of sequences
-            sequence.refuse_conflicts(section)
-            asked["mpu"] = sequence.set_up(asked["model"], ranks, config.ulysses_size)
-        make = functools.partial(_made, stock, ranks > 1 or config.enabled, *call.args, **call.kwargs)
+    with ExitStack() as undo, naming_lost_ranks("ds_memo.initialize"):
+        with _heard_by_others():
+            config = memo_config(section.get(SECTION, {}))
+            if SECTION in section and "enabled" not in config.model_fields_set:
+                warnings.warn(NOT_ENABLED, MemoWarning, stacklevel=2)
+            ranks = sequence.size_in(section)
+            alike: dict[str, Any] = {"memo.enabled": False, sequence.FIELD: ranks}
+            if config.enabled:
+                _refuse_pipelines(asked["model"])
+                if why := _takes_no_steps(asked, section):
+                    _say(f"leaves this {type(asked['model']).__name__} alone: {why}, so its engine takes no steps")
+                    config = config.model_copy(update={"enabled": False})
+            if config.enabled:
+                alike |= _prepared(asked, config, section, undo)
+            makes_groups = ranks > 1 and asked.get("mpu") is None
+            if makes_groups:  # DeepSpeed would take such a configuration and train on parts of sequences
+                sequence.refuse_conflicts(section)
         with _words_for_mpi():
-            if not config.enabled:
-                returned = make()
-                _agree_on_enabled(False, wait=SECTION in section)
-                return returned
-            returned, session = _made_and_attached(make, asked["model"], config)
+            _start_process_group(asked)
+            _compare(alike, wait=config.enabled or SECTION in section)
+            with groups_wait_no_longer():
+                if makes_groups:
+                    asked["mpu"] = sequence.set_up(asked["model"], ranks, config.ulysses_size)
+                make = functools.partial(_made, stock, ranks > 1 or config.enabled, *call.args, **call.kwargs)
+                if not config.enabled:
+                    return make()
+                returned, session = _made_and_attached(make, asked["model"], config)
         session.on_detach(undo.pop_all().close, last=True)
         _say_who_shares_drives(session, section)
         return returned
@@ -205,8 +206,6 @@ def _made_and_attached(make: Callable[[], tuple], model: nn.Module, config: Memo
 def attach_engine(engine: deepspeed.DeepSpeedEngine, config: MemoConfig) -> Session:
     """Attach the model of a ready engine and hook the engine's steps."""
     _refuse_pipelines(engine)
-    if late := _agree_on_enabled(True):
-        warnings.warn(LATE.format(torch.distributed.get_rank(), late, agree.ARRIVAL_S), MemoWarning, stacklevel=3)
     checkpoint_api.redirect()
     take_from_engine(engine.module)
     limit = limit_run_ahead(engine.module, engine.device)
@@ -230,15 +229,77 @@ def attach_engine(engine: deepspeed.DeepSpeedEngine, config: MemoConfig) -> Sess
     return session
 
 
-def _agree_on_enabled(mine: bool, wait: bool = True) -> list[int]:
-    """Refuse to run some ranks with memo and some without: they would wait for each other. Return the ranks that do not answer.
+@contextmanager
+def _heard_by_others() -> Iterator[None]:
+    """Tell the other ranks, which wait in :func:`_compare`, of an error."""
+    try:
+        yield
+    except Exception as error:
+        if torch.distributed.is_initialized():
+            agree.announce(json.dumps({_FAILED: in_words(error)}), wait=False)
+        raise
+
+
+def _prepared(asked: dict[str, Any], config: MemoConfig, section: dict[str, Any], undo: ExitStack) -> dict[str, Any]:
+    """Refuse what memo cannot do, and put kernels in place; return what all ranks must share, by name."""
+    # DeepSpeed calls functions of torch by names that torch 2.13 deprecates; a warning at each step hides others.
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+    model: nn.Module = asked["model"]
+    refuse_attached(model, but_by_engines=True)
+    refuse_config(section)
+    layers = find_layers(model, config.layers)
+    refuse_model(layers)
+    check_residents(config, len(layers))
+    zero, parameters = section.get("zero_optimization"), list(model.parameters())
+    shared = {
+        **shared_settings(config),
+        "zero_optimization.stage": zero.get("stage", 0) if isinstance(zero, dict) else 0,
+        "gradient_accumulation_steps": section.get("gradient_accumulation_steps"),
+        "the model": type(model).__name__,
+        "its layers": len(layers),
+        "its parameters": len(parameters),
+        "its frozen parameters": sum(not parameter.requires_grad for parameter in parameters),
+        "its types": sorted({str(parameter.dtype) for parameter in parameters}),
+        "its attention": getattr(getattr(model, "config", None), "_attn_implementation", None),
+        "the version of ds_memo": ds_memo.__version__,
+    }
+    if config.tile_tokens:
+        mark_around_leaf_modules([layer for _, layer in layers])
+    undo.enter_context(kernels.use_kernels(model, config))
+    if config.kernels.adam:
+        asked["optimizer"] = kernels.fused_adam(section, model, asked.get("model_parameters"), asked.get("optimizer"))
+    return shared
+
+
+def _start_process_group(asked: dict[str, Any]) -> None:
+    """Start it as ``deepspeed.initialize`` would: ranks compare what they were given before DeepSpeed exchanges tensors."""
+    names = ("distributed_port", "dist_init_required")
+    deepspeed.init_distributed(
+        dist_backend=get_accelerator().communication_backend_name(), **{name: asked[name] for name in names if name in asked}
+    )
+
+
+def _compare(mine: dict[str, Any], wait: bool) -> None:
+    """Refuse ranks that were given other things than this one: they would wait for each other.
 
     Args:
         wait: hear what the others say; False: only tell them.
+
+    Raises:
+        MemoError: the names of what differs, with all values; or another rank's error.
+        Absent: a rank has not come.
     """
-    said = agree.words("on" if mine else "off", wait)
-    agree.refuse_differences("the memo section", [{"enabled": mine if word is None else word == "on"} for word in said])
-    return [rank for rank, word in enumerate(said) if word is None]
+
+    def remind(late: list[int]) -> None:
+        warnings.warn(LATE.format(torch.distributed.get_rank(), late, ARRIVAL_S), MemoWarning, stacklevel=4)
+
+    said = [json.loads(text) for text in agree.announce(json.dumps(mine), wait, ARRIVAL_S, remind)]
+    failed = [f"rank {rank}: {theirs[_FAILED]}" for rank, theirs in enumerate(said) if _FAILED in theirs]
+    if failed:
+        raise agree.Failed(failed)
+    first = [{name: theirs[name] for name in ("memo.enabled", sequence.FIELD)} for theirs in said]
+    for shared in (first, said):  # a rank without memo says no more
+        agree.refuse_differences("the configuration", shared)
 
 
 def _say_who_shares_drives(session: Session, section: dict[str, Any]) -> None:
@@ -274,7 +335,7 @@ def _tell_what_moved(session: Session) -> bool:
     What is solved automatically is solved again after the first step, which shows the memory of head and loss.
     """
     report = session.report()
-    first = report["step_s"] is None
+    first = session.steps.speed.steps == 1
     if first and not report["active"] and report["predicted"] is not None:
         return False
     steps = "step" if first else "two steps"
@@ -306,8 +367,7 @@ def _takes_no_steps(asked: dict[str, Any], section: dict[str, Any]) -> str:
 
 def _smallest(number: int, device: torch.device) -> int:
     """Return the smallest number of all ranks, so that all solve with the same host budget."""
-    # The one collective of attach_engine. A rank without memo meets it with whatever comes next there; test_uneven_ranks answers
-    # it with one all_reduce of its own.
+    # The one collective of attach_engine.
     smallest = torch.tensor(number, device=device)
     torch.distributed.all_reduce(smallest, op=torch.distributed.ReduceOp.MIN)
     return int(smallest)

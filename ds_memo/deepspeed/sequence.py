@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,7 +17,6 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
@@ -25,6 +25,9 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ds_memo.deepspeed import sequence_probe
 from ds_memo.deepspeed.sequence_probe import FIELD
+from ds_memo.distributed import agree
+from ds_memo.distributed.lost_ranks import naming_lost_ranks
+from ds_memo.distributed.store import groups_wait_no_longer
 from ds_memo.distributed.topology import ranks_per_sequence
 from ds_memo.errors import MemoConfigError, MemoError
 from ds_memo.hf.attention import wrap_attention
@@ -119,7 +122,7 @@ def _chosen(model: nn.Module, size: int) -> int:
     config = None if config is None else config.get_text_config()
     heads = getattr(config, "num_attention_heads", None) or size  # a state-space model has none
     key_heads = getattr(config, "num_key_value_heads", None) or heads
-    return ulysses_size(size, heads, key_heads, ranks_on_node())
+    return ulysses_size(size, heads, key_heads, math.gcd(*agree.from_all_ranks(ranks_on_node())))  # nodes may differ
 
 
 def refuse_inexact(model: nn.Module, forward: Callable[..., Any]) -> None:
@@ -226,6 +229,7 @@ def _described(value: Any) -> Any:
     return torch.empty_like(value, device="meta", memory_format=torch.contiguous_format) if is_tensor else value
 
 
+@naming_lost_ranks("the mean over a sequence's ranks")
 def mean_over_ranks(loss: torch.Tensor, labels: torch.Tensor, engine: deepspeed.DeepSpeedEngine) -> torch.Tensor:
     """The mean loss over whole sequences, from every rank's mean over its part, weighted by the labels that count.
 
@@ -276,11 +280,8 @@ def _reduce_scatter_knows_groups() -> bool:
 def _make_groups(size: int) -> None:
     """The process groups that DeepSpeed asks for; its own function makes them once per process."""
     if parallel_state_sp._SEQUENCE_PARALLEL_GROUP is None:
-        parallel_state_sp.initialize_sequence_parallel(sequence_parallel_size=size)
-        device = torch.device(get_accelerator().device_name())
-        timeout = dist.group.WORLD._get_backend(device).options._timeout  # else a lost rank would be waited for half an hour
-        for group in (parallel_state_sp.get_sequence_parallel_group(), parallel_state_sp.get_sequence_data_parallel_group()):
-            dist.distributed_c10d._set_pg_timeout(timeout, group)
+        with groups_wait_no_longer():
+            parallel_state_sp.initialize_sequence_parallel(sequence_parallel_size=size)
     there = parallel_state_sp.get_sequence_parallel_world_size()
     if there != size:
         raise MemoError(f"{FIELD}: got {size}, but DeepSpeed's groups in this process are of {there} ranks; use one size")

@@ -2,7 +2,7 @@
 
 Ranks talk in two ways. Where every rank is sure to arrive, they use a collective. But a rank may fail while others wait for it
 inside another collective (a layer's all-to-all, a gather of ZeRO-3). A collective by the failed rank would be matched with
-theirs: the ranks would hang, or read each other's bytes. So `together` and `words` use the process group's key-value store.
+theirs: the ranks would hang, or read each other's bytes. So `together`, `meet` and `announce` use ds_memo.distributed.store.
 """
 
 from __future__ import annotations
@@ -10,35 +10,21 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from datetime import timedelta
-from textwrap import shorten
 from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
 
+from ds_memo.distributed import store
+from ds_memo.distributed.lost_ranks import Absent, LostRank, in_numbers, in_words, naming_lost_ranks
 from ds_memo.errors import MemoError
 
 T = TypeVar("T")
-PATIENCE_S = 600.0
-"""Seconds that a rank that succeeded waits for the others' answers."""
 GRACE_S = 60.0
-"""Seconds that a rank that failed waits. Ranks that do not answer in time are waiting for this one."""
-ARRIVAL_S = 60.0
-"""Seconds that `words` waits for the others."""
+"""Seconds that a rank that failed waits at most. Ranks that do not answer in time are waiting for this one."""
 _meetings = itertools.count()
 _meetings_of: defaultdict[tuple[int, ...], itertools.count[int]] = defaultdict(itertools.count)
 """Meetings of some ranks, by these."""
-
-
-class Absent(MemoError):
-    """Raised if a rank has not come to a meeting in time."""
-
-    def __init__(self, rank: int, wait_s: float, why: str) -> None:
-        super().__init__(f"rank {rank} has not come for {wait_s:g} s: look for the error that it ended with ({why})")
-        self.rank = rank
 
 
 class Failed(MemoError):
@@ -57,7 +43,8 @@ def from_all_ranks(mine: Any) -> list[Any]:
     if world_size() == 1:
         return [mine]
     gathered: list[Any] = [None] * world_size()
-    dist.all_gather_object(gathered, mine, group=_of_hosts())
+    with naming_lost_ranks("an agreement of ranks"):
+        dist.all_gather_object(gathered, mine, group=_of_hosts())
     return gathered
 
 
@@ -65,7 +52,8 @@ def greatest(mine: Sequence[int]) -> list[int]:
     """Return the greatest of each number over all ranks; all ranks must call this together. Cheap enough for every pass."""
     numbers = torch.tensor(mine, dtype=torch.int32)
     if world_size() > 1:
-        dist.all_reduce(numbers, dist.ReduceOp.MAX, group=_of_hosts())
+        with naming_lost_ranks("an agreement of ranks"):
+            dist.all_reduce(numbers, dist.ReduceOp.MAX, group=_of_hosts())
     return numbers.tolist()
 
 
@@ -84,7 +72,7 @@ def _of_hosts() -> dist.ProcessGroup:
         return default
     if _hosts is None or _hosts[0] is not default:
         try:
-            _hosts = default, dist.new_group(backend="gloo")
+            _hosts = default, dist.new_group(backend="gloo", timeout=store.time_out())
         except RuntimeError as error:
             raise MemoError(
                 f"the ranks cannot connect over gloo, by which memo agrees on host memory ({str(error).partition(chr(10))[0]}). "
@@ -117,7 +105,7 @@ def together(what: Callable[[], T]) -> T:
         done.append(what())
     except Exception as caught:  # the others must hear of any error
         error = caught
-    said = _say("" if error is None else _in_words(error))
+    said = _say("" if error is None else in_words(error))
     problems = [f"rank {number}: {problem}" for number, problem in enumerate(said) if problem]
     if problems:
         raise Failed(problems) from error
@@ -133,34 +121,36 @@ def alone(what: Callable[[], T]) -> T:
     try:
         return what()
     except Exception as error:
-        raise Failed([_in_words(error)]) from error
+        raise Failed([in_words(error)]) from error
 
 
-def _in_words(error: Exception) -> str:
-    """Return an error as one line. Long errors of PyTorch are cut; the cause of `Failed` has the full text."""
-    text = str(error) if isinstance(error, MemoError) else shorten(str(error), 300, placeholder=" …")
-    return f"{type(error).__name__}: {text}"
-
-
-def words(mine: str, wait: bool = True) -> list[str | None]:
-    """Say a word to all ranks; return every rank's, by rank. For ranks that may have failed.
+def announce(mine: str, wait: bool = True, remind_s: float = 0.0, remind: Callable[[list[int]], None] | None = None) -> list[str]:
+    """Tell all ranks a text; return every rank's, by rank. All ranks must call this; not all need wait.
 
     Args:
-        wait: for the others, up to ARRIVAL_S. The word of a rank that has said none by then is None. False: return no words.
+        wait: for the others; False: only tell them, and return nothing.
+        remind_s: seconds until `remind` is called with the ranks that have not come, if they have not.
+
+    Raises:
+        Absent: a rank has not called it within the process group's time-out.
     """
     if world_size() == 1:
         return [mine]
-    store, meeting = _get_default_store(), next(_meetings)
-    keys = [_key(meeting, rank) for rank in range(world_size())]
-    store.set(keys[dist.get_rank()], mine)
+    keys = [_key(str(next(_meetings)), rank) for rank in range(world_size())]
+    store.tell(keys[dist.get_rank()], mine)
     if not wait:
         return []
-    with suppress(RuntimeError):
-        store.wait(keys, timedelta(seconds=ARRIVAL_S))
-    return [store.get(key).decode() if store.check([key]) else None for key in keys]
+    wait_s = store.time_out().total_seconds()
+    remind_s = min(remind_s, wait_s / 2)
+    said = store.heard(keys, remind_s)
+    if None in said:
+        if remind is not None and said[dist.get_rank()] is not None:
+            remind([rank for rank, text in enumerate(said) if text is None])
+        said = store.heard(keys, wait_s - remind_s)
+    return _all_of(said, range(world_size()), wait_s)
 
 
-def _key(meeting: int | str, rank: int) -> str:
+def _key(meeting: str, rank: int) -> str:
     return f"ds_memo/{meeting}/{rank}"
 
 
@@ -168,50 +158,49 @@ def meet(mine: str, ranks: Sequence[int], wait_s: float | None = None) -> list[s
     """Tell some ranks, of which this is one, a text; return the text of each. All of them must call this, and no other rank.
 
     Args:
-        wait_s: seconds until a rank counts as absent; None: as many as in a collective.
+        wait_s: seconds until a rank counts as absent, if that is less than in a collective; None: as in a collective.
 
     Raises:
         Absent: a rank has not called it.
     """
     if len(ranks) == 1:
         return [mine]
-    wait_s = _patience_s() if wait_s is None else wait_s
-    store, me, all_of_them = _get_default_store(), dist.get_rank(), tuple(ranks)
+    most, me, all_of_them = store.time_out().total_seconds(), dist.get_rank(), tuple(ranks)
+    wait_s = most if wait_s is None else min(wait_s, most)
     meetings, where = _meetings, ""
     if len(all_of_them) < world_size():
         meetings, where = _meetings_of[all_of_them], f"{','.join(map(str, all_of_them))}/"
     meeting = next(meetings)
-    said: list[str] = []
-    try:
-        store.set(_key(f"{where}{meeting}", me), mine)
-        for other in all_of_them:
-            key = _key(f"{where}{meeting}", other)
-            store.wait([key], timedelta(seconds=wait_s))
-            said.append(store.get(key).decode())
-        store.delete_key(_key(f"{where}{meeting - 1}", me))  # all ranks are here, so all have read it
-    except RuntimeError as silence:
-        raise Absent(all_of_them[len(said)], wait_s, str(silence).partition("\n")[0]) from silence
-    return said
+    store.tell(_key(f"{where}{meeting}", me), mine)
+    said = store.heard([_key(f"{where}{meeting}", other) for other in all_of_them], wait_s)
+    everybodys = _all_of(said, all_of_them, wait_s)
+    store.forget(_key(f"{where}{meeting - 1}", me))  # all ranks are here, so all have read it
+    return everybodys
 
 
-def _patience_s() -> float:
-    """Return the seconds that ranks wait for each other in a collective, and PATIENCE_S at least."""
-    world = dist.group.WORLD
-    options = getattr(world._get_backend(world._device_types[0]), "options", None)
-    return max(PATIENCE_S, options._timeout.total_seconds() if options is not None else 0.0)
+def _all_of(said: Sequence[str | None], ranks: Sequence[int], wait_s: float) -> list[str]:
+    if said[ranks.index(dist.get_rank())] is None:  # not even this rank is heard
+        raise LostRank(
+            f"the process group's store has not answered for {wait_s:g} s: look at the process that holds it, rank 0 or the "
+            "agent of torchrun, which has ended or is frozen"
+        )
+    heard = [text for text in said if text is not None]
+    if len(heard) < len(said):
+        raise Absent(ranks[said.index(None)], wait_s)
+    return heard
 
 
 def _say(problem: str) -> list[str]:
     """Tell the other ranks of a problem; return every rank's problem, "" if it has none."""
     try:
-        return meet(problem, range(world_size()), GRACE_S if problem else PATIENCE_S)
+        return meet(problem, range(world_size()), GRACE_S if problem else None)
     except Absent as absent:
         if not problem:
             raise
         raise MemoError(
-            f"rank {dist.get_rank()}: {problem}. Rank {absent.rank} has not answered for {GRACE_S:g} s: it waits for this rank "
-            "inside a layer whose ranks talk to each other, so the run cannot go on. With memo.alpha and memo.resident_layers "
-            "both set nothing is measured"
+            f"rank {dist.get_rank()}: {problem}. Rank {absent.rank} has not answered for {absent.wait_s:g} s: it waits for this "
+            "rank inside a layer whose ranks talk to each other, so the run cannot go on. With memo.alpha and "
+            "memo.resident_layers both set nothing is measured"
         ) from absent
 
 
@@ -227,11 +216,6 @@ def refuse_differences(what: str, by_rank: Sequence[dict[str, Any]]) -> None:
         for number, settings in enumerate(by_rank):
             ranks[repr(settings.get(name))].append(number)
         if len(ranks) > 1:
-            lines.append(f"{name}: " + ", ".join(f"{value} on {_ranks(numbers)}" for value, numbers in ranks.items()))
+            lines.append(f"{name}: " + ", ".join(f"{value} on {in_numbers(numbers)}" for value, numbers in ranks.items()))
     if lines:
         raise MemoError(f"{what} differs between ranks, and all must work alike; " + "; ".join(lines))
-
-
-def _ranks(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"

@@ -98,6 +98,8 @@ class Plans:
 
     def __init__(self, allocator: Allocator, device_type: str, config: PlanConfig, warn: Callable[[str], None]) -> None:
         self.known: dict[PassKind, Known] = {}
+        self.made = 0
+        """Plans that were solved for or rescaled so far."""
         self._allocator = allocator
         self._least = MIN_BYTES[device_type]
         self._config = config
@@ -162,6 +164,7 @@ class Plans:
 
     def _plan(self, known: Known, log: RequestLog) -> None:
         known.plans += 1
+        self.made += 1
         # A wrapping block holds its address from the begin of a pass. If the first plan did not last, that may be why.
         wrapping = {p for p in known.wrapping if log.deaths[p[0]][p[1]] == NEVER} if known.plans == 1 else set()
         trace = log.trace(wrapping)
@@ -194,6 +197,7 @@ class Plans:
         pattern = self.known[base]
         sizes = {name: size.at(to.there) + _SPARE // 2 for name, size in lines.sizes.items()}
         plan = rescale(pattern.plan, [sizes[slot.id] for slot in pattern.plan.slots])
+        self.made += 1
         self._adopt(known, pattern.log.resized(sizes), plan, _SPARE)
         known.rescaled = lines, to.there
 

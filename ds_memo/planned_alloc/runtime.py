@@ -123,6 +123,8 @@ class Addresses:
         """The running pass's kind."""
         self._waited = 0
         """Iterations of the run that began without a plan."""
+        self._profiled = 0
+        """Passes in which torch's allocator kept blocks whole for a plan to come."""
         self._good = False
         """True if the running pass got to the end of its forward, and of its backward if it began one."""
         self._in_backward = False
@@ -212,7 +214,9 @@ class Addresses:
         elif known.may_be_planned:
             self._allocator.profile()
         self._waited += first and known.plan is None
-        keep_blocks_whole(self._device, self._allocator.mode == "profile" and self._waited <= _PATIENCE)
+        profiles = self._allocator.mode == "profile" and self._waited <= _PATIENCE
+        self._profiled += profiles
+        keep_blocks_whole(self._device, profiles)
         self._allocator.phase(Part.EMBED)
 
     @_turning
@@ -314,6 +318,11 @@ class Addresses:
             "hits": counts["hit"],
             "misses": {name: counts[name] for name in MISSES},
         }
+
+    @property
+    def unsettled(self) -> int:
+        """Passes that were profiled, and plans that were made, so far."""
+        return self._profiled + self._plans.made
 
     @property
     def arena_bytes(self) -> int:

@@ -32,6 +32,8 @@ class Work:
     attention_ops_recomputed: int = 0
     """Attention calls that ran twice: no kernel's output could be kept, the call had left its recipe, or the layer has a
     checkpoint of its own."""
+    analysed: int = 0
+    """Layer calls and tiles that were analysed so that later ones follow a recipe."""
 
 
 class Call:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, _sdpa_kernel
+from torch.nn.utils import parametrize
 from torch.utils.checkpoint import _checkpoint_without_reentrant_generator, _StopRecomputationError
 
 from ds_memo.errors import MemoError
@@ -230,6 +231,8 @@ class Remat:
                 "no part in it. Leave that checkpoint out, or call ds_memo.checkpoint or deepspeed.checkpointing.checkpoint"
             )
             return fn(*args, **kwargs)
+        if parametrize._cache_enabled:
+            _refuse_cached_parameters(layer)
         with stacks_restored():
             placement = self.policy.placement(layer)
             if isinstance(fn, OwnForward) and placement.kind is not PlacementKind.NO_RECOMPUTE:
@@ -314,6 +317,7 @@ class Remat:
         mode: Analyse | Record
         if recipe is None:
             observed = Observed()
+            self.work.analysed += key is not None and layer.follows_recipes
             mode, pack = Analyse(call, observed, givens()), analysing_pack(call, observed)
         else:
             layer.latest = recipe
@@ -489,6 +493,19 @@ def _until_stopped(replay: Callable[..., Any], *args: Any) -> Any:
             if stopped:
                 raise _StopRecomputationError from None
             raise
+
+
+def _refuse_cached_parameters(layer: Layer) -> None:
+    """Raise MemoError for a layer with parametrized weights: whether a replay finds one cached decides what autograd saves, and a
+    tile leaves one without a graph in the cache."""
+    module = layer.module()
+    named = () if module is None else module.named_modules()
+    if (name := next((name for name, part in named if parametrize.is_parametrized(part)), None)) is not None:
+        raise MemoError(
+            f"layer {layer.name}: weights of {name or 'it'} are parametrized, and it was called under "
+            "torch.nn.utils.parametrize.cached(). A backward runs the layer again and computes them anew: leave cached() out of "
+            "training"
+        )
 
 
 def _givens(layer: Layer, arguments: Any) -> list[torch.Tensor]:

@@ -50,7 +50,8 @@ class Steps:
             for message in after_first_step(parts, self._passes.count):
                 parts.warn(message)
         now = time.perf_counter()
-        self.speed.stepped(now, self._passes.tokens)
+        unsettled = parts.remat.work.analysed + parts.addresses.unsettled + (tuner.unsettled if tuner else 0)
+        self.speed.stepped(now, self._passes.tokens, unsettled)
         if self._tell_what_moved is not None and self._tell_what_moved(parts):
             self._tell_what_moved = None
         if parts.drives and (message := parts.drives.stepped(now)) is not None:

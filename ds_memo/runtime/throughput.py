@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections import deque
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -14,31 +15,50 @@ from ds_memo.estimate.hardware import mfu, peak_flops
 from ds_memo.hf.model_flops import model_flops
 
 _STEPS = 20
-"""The median is over so many."""
+"""Latest steps, of which the median is over the settled ones."""
+
+
+class _Step(NamedTuple):
+    ended: float
+    tokens: int
+    unsettled: int
 
 
 class Speed:
+    """Times of a model's optimizer steps. A step is settled if nothing was profiled, analysed, solved for or planned in it."""
+
     def __init__(self) -> None:
-        self._steps: deque[tuple[float, int]] = deque(maxlen=_STEPS + 1)
-        """When the latest optimizer steps ended, and the tokens by then."""
+        self.steps = 0
+        """Optimizer steps so far."""
+        self._latest: deque[_Step] = deque(maxlen=_STEPS + 1)
 
     @property
     def before_first_step(self) -> bool:
-        return not self._steps
+        return not self.steps
 
-    def stepped(self, now: float, tokens: int) -> None:
-        """Note the end of an optimizer step, and the tokens so far.
+    def stepped(self, now: float, tokens: int, unsettled: int = 0) -> None:
+        """Note the end of an optimizer step.
 
         Of several optimizers (Muon beside AdamW, or one for each parameter) the first counts.
+
+        Args:
+            tokens: so far.
+            unsettled: profiles, analyses, solutions and plans that were made so far.
         """
-        if not self._steps or tokens > self._steps[-1][1]:
-            self._steps.append((now, tokens))
+        if not self._latest or tokens > self._latest[-1].tokens:
+            self.steps += 1
+            self._latest.append(_Step(now, tokens, unsettled))
 
     def medians(self) -> tuple[float | None, float | None]:
-        """Return the seconds between the ends of steps, and the tokens a second; None before there are two."""
-        gaps = [(now - then, tokens - before) for (then, before), (now, tokens) in itertools.pairwise(self._steps)]
-        if not gaps:
+        """Return the seconds between the ends of steps, and the tokens a second: medians over the settled steps among the
+        latest. A new length in each batch settles none: then over all of these, once there are _STEPS. None before that."""
+        steps = list(itertools.pairwise(self._latest))
+        settled = [(before, step) for before, step in steps if step.unsettled == before.unsettled]
+        if not settled and len(steps) == _STEPS:
+            settled = steps
+        if not settled:
             return None, None
+        gaps = [(step.ended - before.ended, step.tokens - before.tokens) for before, step in settled]
         return statistics.median(seconds for seconds, _ in gaps), statistics.median(tokens / seconds for seconds, tokens in gaps)
 
 

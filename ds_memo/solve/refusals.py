@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from ds_memo.errors import MemoError
-from ds_memo.solve.last_resort import fewest_without_gemms, inputs_alone
+from ds_memo.solve.last_resort import fewest_without_gemms, inputs_alone, last_resort
 from ds_memo.solve.memory import device_bytes, host_cap, swapped_bytes
 from ds_memo.solve.placement_kinds import Kinds, place, swapped
 from ds_memo.solve.run_costs import RunCosts
@@ -50,7 +50,8 @@ def too_little_host_memory(run: RunCosts, alpha: float, kinds: Kinds, need: int,
     """
     calls = swapped(kinds)
     cap = host_cap([run.layers[index] for index in calls], run.host_budget)
-    message = host_too_small(f"{len(calls)} swapped layers", need, alpha, run.host_budget, cap)
+    resort = cap < 0 and last_resort(run, None) is not None
+    message = host_too_small(f"{len(calls)} swapped layers", need, alpha, run.host_budget, cap, resort)
     error = NothingFits(message, "host", need, run.host_budget, None)
     return error if files is None else files_too_small(error, files)
 
@@ -64,15 +65,18 @@ def files_too_small(refusal: NothingFits, why: str) -> NothingFits:
     return NothingFits(f"{refusal} Those of memo.nvme are not enough: {why}.", *refusal.numbers)
 
 
-def host_too_small(who: str, need: float, alpha: float, budget: int, most: float) -> str:
+def host_too_small(who: str, need: float, alpha: float, budget: int, most: float, resort: bool = False) -> str:
     """The message for a configured alpha that the host is too small for.
 
     Args:
         who: the layers.
         need, budget: bytes.
         most: the alpha that would fit; below 0: none.
+        resort: True if alpha 0 fits as the last resort.
     """
     fits = f"memo.alpha of at most {math.floor(most * 1000) / 1000} fits" if most >= 0 else "even memo.alpha 0 does not fit"
+    if resort:
+        fits = "memo.alpha 0 without memo.resident_layers fits: layers recompute attention, or keep their inputs on the device"
     return (
         f"host memory: {who} need {need / GIB:.3g} GiB at alpha {alpha}, {budget / GIB:.3g} GiB are available to this rank; "
         f"{fits}. More memo.resident_layers, a larger memo.host_memory_gib, a smaller batch or more sequence-parallel ranks help "

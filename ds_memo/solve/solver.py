@@ -96,9 +96,7 @@ def _solved(run: RunCosts, resident_layers: int | None, may_skip: bool, overhead
     solution = _checkpointed(run, resident_layers)
     if solution.alpha > 0 and may_skip:
         solution = _without_some_recompute(run, solution)
-    if solution.d2h_stall_s + solution.h2d_stall_s > _STALLS * solution.step_s:
-        solution = _with_fewer_copies(run, resident_layers, solution)
-    return solution
+    return _with_fewer_copies(run, resident_layers, solution)
 
 
 def alpha_for_host(budget: int, swapped_layers: int, whole_bytes: int, split_bytes: int) -> float:
@@ -134,16 +132,19 @@ def _most_residents(run: RunCosts, alpha: float, asked: int | None, no_recompute
 
 
 def _at(run: RunCosts, alpha: float, resident_layers: int | None) -> Solution:
-    """Return the solution at a configured alpha, and perhaps configured residents."""
+    """Return the solution at a configured alpha, and perhaps configured residents. Without these, alpha 0 may come to the last
+    resort, as alpha that is solved for."""
     kinds = _most_residents(run, alpha, None) if resident_layers is None else place(len(run.layers), resident_layers)
+    need = 0 if kinds is None else swapped_bytes(run, kinds, alpha)
+    if kinds is not None and need <= run.host_budget:
+        return judged(run, alpha, kinds, f"as configured: {host_use(replace(run, nvme=None), need, alpha)}")
+    if kinds is not None and run.nvme is not None and (filed := configured(run, kinds, alpha)) is not None:
+        return filed
+    if alpha == 0 and resident_layers is None:
+        return _with_fewer_copies(run, None, _last_resort(run, None, most=0.0), most=0.0)
     if kinds is None:
         raise too_little_device_memory(run, alpha)
-    need = swapped_bytes(run, kinds, alpha)
-    if need > run.host_budget:
-        if run.nvme is not None and (filed := configured(run, kinds, alpha)) is not None:
-            return filed
-        raise too_little_host_memory(run, alpha, kinds, need, None if run.nvme is None else refused(run, kinds, alpha))
-    return judged(run, alpha, kinds, f"as configured: {host_use(replace(run, nvme=None), need, alpha)}")
+    raise too_little_host_memory(run, alpha, kinds, need, None if run.nvme is None else refused(run, kinds, alpha))
 
 
 def _swapping(run: RunCosts, resident_layers: int | None, no_recompute: int = 0) -> Solution | None:
@@ -175,14 +176,30 @@ def _checkpointed(run: RunCosts, resident_layers: int | None) -> Solution:
     small = _most_residents(run, 0.0, resident_layers)
     if small is not None and swapped_bytes(run, small, 0.0) <= run.host_budget:
         return judged(run, 0.0, small, _why_zero(run, small, resident_layers))
+    return _last_resort(run, resident_layers)
+
+
+def _last_resort(run: RunCosts, resident_layers: int | None, most: float = 1.0) -> Solution:
+    """Return the solution that recomputes least, with at most this alpha.
+
+    Raises:
+        NothingFits: not even the inputs alone fit.
+    """
     kinds = last_resort(run, resident_layers)
     if kinds is None:
         raise nothing_fits(run, resident_layers or 0)
-    return _with_rows(run, kinds, "last resort" if any(kind.recomputes_attention for kind in kinds) else host_words(run))
+    because = "last resort" if any(kind.recomputes_attention for kind in kinds) else host_words(run)
+    return _with_rows(run, kinds, because, most)
 
 
-def _with_fewer_copies(run: RunCosts, resident_layers: int | None, solution: Solution) -> Solution:
-    """Try less host memory because compute waits for copies: as much as can hide at best, then none."""
+def _with_fewer_copies(run: RunCosts, resident_layers: int | None, solution: Solution, most: float = 1.0) -> Solution:
+    """Try less host memory if compute waits for copies: as much as can hide at best, then none.
+
+    Args:
+        most: the largest alpha.
+    """
+    if solution.d2h_stall_s + solution.h2d_stall_s <= _STALLS * solution.step_s:
+        return solution
     forward_s = sum(layer.forward_s for layer in run.layers)
     backward_s = sum(layer.backward_s + layer.replay_s for layer in run.layers)
     hides = int(min(run.d2h_bytes_per_s * forward_s, run.h2d_bytes_per_s * backward_s))
@@ -191,7 +208,7 @@ def _with_fewer_copies(run: RunCosts, resident_layers: int | None, solution: Sol
         kinds = last_resort(replace(run, host_budget=host_budget), resident_layers)
         if kinds is None:
             break
-        fewer = _with_rows(run, kinds, "link: compute would wait for more copies")
+        fewer = _with_rows(run, kinds, "link: compute would wait for more copies", most)
         best = min(best, fewer, key=lambda solution: solution.step_s)
     return best if best.step_s < solution.step_s * (1 - _SHORTER) else solution
 
@@ -244,12 +261,12 @@ def _link(schedule: Schedule, alpha: float) -> str:
     return f"link: copies {way} up to alpha {alpha:.4g}{waits}"
 
 
-def _with_rows(run: RunCosts, kinds: Kinds, because: str) -> Solution:
-    """Return the solution for kinds that were packed at alpha 0, with the best alpha that still fits."""
+def _with_rows(run: RunCosts, kinds: Kinds, because: str, most: float) -> Solution:
+    """Return the solution for kinds that were packed at alpha 0, with the best alpha up to `most` that still fits."""
     n, alpha = len(run.layers), 0.0
     if (layers := _swapped_layers(run, kinds)) and _fits(run, kinds, 1.0):
         schedule = Schedule(run, kinds)
-        alpha = best_alpha(lambda alpha: schedule.at(alpha).seconds, max(0.0, host_cap(layers, run.host_budget)))
+        alpha = best_alpha(lambda alpha: schedule.at(alpha).seconds, min(most, max(0.0, host_cap(layers, run.host_budget))))
     attention, gemms = sum(kind.recomputes_attention for kind in kinds), sum(kind.without_gemms for kind in kinds)
     again = f"{attention} of {n} layers recompute attention; " if attention else ""
     without = f"{gemms} of {n} layers stay on the device without GEMM outputs; " if gemms else ""

@@ -197,6 +197,7 @@ class CallInTiles(ABC):
             recipes = self._tiled.recipes.get(key)
             if recipes is None:
                 with self._remat.aside(), self._grads():
+                    self._remat.work.analysed += 1
                     call = Call(self._tiled.layer.index, (), self._engine, None, None, self._remat.work)
                     recipes = self._analyse(call, hidden, span)
                 remember(self._tiled.recipes, key, recipes)

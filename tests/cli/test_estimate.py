@@ -51,6 +51,15 @@ def test_out_of_device_and_out_of_host_memory_are_told_apart(capsys):
     assert small["placements"] == {"on_device": 4, "without_gemms": 28, "without_recompute": 0, "attention_recomputed": 0}
 
 
+@pytest.mark.parametrize("words", [("512K", "0.2", "0"), ("512K", "1", "0"), ("2M", "1", "0"), ("4M", "0.5", "32768")])
+def test_alpha_0_is_answered_as_where_it_is_left_out(capsys, words):
+    length, host, tiles = words
+    asked = ("--seq-length", length, "--host-memory-gib", host, "--tile-tokens", tiles)
+    solved, configured = answer(capsys, *asked), answer(capsys, *asked, "--alpha", "0")
+    assert solved["alpha"] in (0, None)
+    assert configured == solved
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [

@@ -52,7 +52,7 @@ def test_trains_as_without_memo(stage: int, dtype: torch.dtype) -> None:
     assert report["gemm_flops_recomputed_fraction"] == pytest.approx(half_of_three_layers)
     assert report["attention_recomputed"] == 0
     assert 0 < report["host"]["peak_used"] <= report["host"]["slab"] <= report["host"]["budget"]
-    assert report["step_s"] > 0
+    assert report["step_s"] is None  # of three steps none is settled: the third was planned
     assert report["warnings"] == []
     json.dumps(report)
     engine.memo.detach()

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import deepspeed
 import deepspeed.comm as dist
 import pytest
 import torch
@@ -16,12 +21,15 @@ import torch.nn.functional as F
 from deepspeed.linear import LoRAConfig
 from deepspeed.linear.optimized_linear import OptimizedLinear
 from torch import nn
+from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 import ds_memo
 from ds_memo.autotune import model_profile
 from ds_memo.autotune.copy_stalls import Window
 from ds_memo.deepspeed import initialize as integration
-from ds_memo.distributed import agree
+from ds_memo.deepspeed import sequence
+from ds_memo.distributed import agree, lost_ranks
 from ds_memo.profile import run
 from ds_memo.solve import headroom
 from ds_memo.solve.placement_kinds import place
@@ -223,31 +231,135 @@ class TestUnevenRanks(DistributedTest):
         assert mixed == [bool(dist.get_rank())] * 3
 
 
+@contextmanager
+def frozen_store() -> Iterator[torch.distributed.TCPStore]:
+    """A client of a store in a process that does not run."""
+    port, said = os.pipe()
+    if (process := os.fork()) == 0:
+        server = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        os.write(said, b"%d" % server.port)
+        time.sleep(60)
+        os._exit(0)
+    try:
+        client = torch.distributed.TCPStore("127.0.0.1", int(os.read(port, 9)), is_master=False)
+        os.kill(process, signal.SIGSTOP)
+        yield client
+    finally:
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
+
+
 class TestMissingRanks(DistributedTest):
     world_size = 2
+    exec_timeout = 60
 
     def test_a_rank_that_does_not_run_under_memo_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """It would be waited for, without a reason."""
-        monkeypatch.setattr(agree, "ARRIVAL_S", 0.5)
-        if dist.get_rank() == 1:
-            start(2, make=deepspeed.initialize)
-            dist.all_reduce(torch.tensor(0))  # the one that attach_engine waits in, so that the other rank goes on
+        monkeypatch.setattr(integration, "ARRIVAL_S", 0.5)
+        _set_pg_timeout(timedelta(seconds=2), torch.distributed.group.WORLD)
+        if dist.get_rank() == 0:
+            late = r"waits in ds_memo.initialize, and ranks \[1\] have not come there for 0.5 s"
+            ended = r"^rank 1 has not come for 2 s: look for an error"
+            with pytest.warns(ds_memo.MemoWarning, match=late), pytest.raises(ds_memo.MemoError, match=ended):
+                start(2, alpha=0.5)
+            agree.store.tell("ended", "")
         else:
-            with pytest.warns(
-                ds_memo.MemoWarning, match=r"waits in ds_memo.initialize, and ranks \[1\] have not come there for 0.5 s"
-            ):
+            assert agree.store.heard(["ended"], 30) == [""]
+        dist.destroy_process_group()
+
+    def test_a_store_in_a_frozen_rank_is_not_waited_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(agree.store, "ANSWER_S", 0.1)
+        _set_pg_timeout(timedelta(seconds=1), torch.distributed.group.WORLD)
+        with frozen_store() as client, monkeypatch.context() as patch:
+            patch.setattr(distributed_c10d, "_get_default_store", lambda: client)
+            with pytest.raises(lost_ranks.LostRank, match=r"the process group's store has not answered for 1 s"):
                 start(2, alpha=0.5)
 
     def test_a_rank_without_memo_ends_all(self) -> None:
         """At once, where both would wait for each other until their time-out."""
         with pytest.raises(
-            ds_memo.MemoError, match=r"the memo section differs between ranks, .* enabled: True on rank 0, False on rank 1"
+            ds_memo.MemoError,
+            match=r"^the configuration differs between ranks, .* memo.enabled: True on rank 0, False on rank 1$",
         ):
             start(2, **({} if dist.get_rank() else {"alpha": 0.5}))
 
+    def test_what_differs_ends_all(self) -> None:
+        """Before DeepSpeed exchanges anything, with one line on every rank."""
+        one, other = {"alpha": 0.5, "resident_layers": 0}, {"ablation": "full_recompute", "resident_layers": 0}
+        for first, second, told in (
+            ({"memo": one}, {"memo": {"enabled": True}}, ["memo.alpha: 0.5", "None", "memo.resident_layers: 0", "None"]),
+            ({"memo": one}, {"memo": other}, ["memo.ablation: None", "'full_recompute'", "memo.alpha: 0.5", "None"]),
+            ({"memo": one}, {"memo": one | {"ulysses_size": 2}}, ["memo.ulysses_size: None", "2"]),
+            ({"sequence_parallel_size": 2}, {}, ["sequence_parallel_size: 2", "1"]),
+            ({"zero": 1}, {"zero": 3}, ["zero_optimization.stage: 1", "3"]),
+            ({"memo": {"plan": {"enabled": False}}}, {"memo": {"cache_dir": "x"}}, ["memo.plan.enabled: False", "True"]),
+            ({"layers": 2}, {"layers": 3}, ["its layers: 2", "3", "its parameters: 21", "30"]),
+            ({"dtype": torch.bfloat16}, {}, ["its types: ['torch.bfloat16']", "['torch.float32']"]),
+            ({}, {"memo": {"alpha": 2}}, None),
+            ({}, {"sequence_parallel_size": 0}, None),
+        ):
+            mine = {"memo": one, "zero": 0, "layers": 2, "dtype": torch.float32} | (second if dist.get_rank() else first)
+            model = build("llama", mine.pop("dtype"), num_hidden_layers=mine.pop("layers"))
+            config = {
+                "train_micro_batch_size_per_gpu": 2,
+                "zero_optimization": {"stage": mine.pop("zero")},
+                **mine,
+                "memo": {"enabled": True, **mine["memo"]},
+            }
+            with pytest.raises(ds_memo.MemoError) as caught:
+                ds_memo.initialize(model=model, config=config, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+            if told is None:  # refused on rank 1 alone
+                assert re.match(r"(rank 1: MemoConfigError: )?(memo|sequence)\S+: got \d; allowed", str(caught.value))
+                assert str(caught.value).startswith("rank 1") == (dist.get_rank() == 0)
+                continue
+            pairs = "; ".join(f"{mine} on rank 0, {theirs} on rank 1" for mine, theirs in zip(told[::2], told[1::2], strict=True))
+            assert str(caught.value) == f"the configuration differs between ranks, and all must work alike; {pairs}"
+
+    @pytest.mark.parametrize("of_node, ulysses", [((2, 2), 2), ((2, 1), 1)])
+    def test_ranks_trade_heads_by_all_ranks_nodes(
+        self, of_node: tuple[int, int], ulysses: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Each rank's environment tells of its own node. Ranks that choose by it alone make groups that do not meet."""
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(of_node[dist.get_rank()]))
+        model = build("llama")
+        sequence.set_up(model, 2)
+        assert sequence._decoders[model].ranks.ulysses == ulysses
+
+    def test_a_rank_that_ends_is_named_with_its_error(self) -> None:
+        engine = start(1, alpha=0.5, resident_layers=0)
+        train(engine, [SHORT])
+        if dist.get_rank() == 1:
+            engine.module.model.layers[1].register_forward_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError if dist.get_rank() else lost_ranks.LostRank) as caught:
+            train(engine, [SHORT])
+        if dist.get_rank() == 0:
+            assert re.fullmatch(
+                r"rank 0 lost the other ranks in (the reduction of gradients|a backward) \(.*\): "
+                "rank 1 ended with ZeroDivisionError: division by zero",
+                str(caught.value),
+            )
+        dist.destroy_process_group()
+
+    def test_ranks_that_do_other_things_are_told_so(self) -> None:
+        """No rank has failed: each waits for the other somewhere else."""
+        _set_pg_timeout(timedelta(seconds=2), torch.distributed.group.WORLD)
+        engine = start(1, alpha=0.5, resident_layers=0)
+        with pytest.raises(lost_ranks.LostRank, match=r"no rank says what it failed with.*as many forwards, backwards and steps"):
+            train(engine, [SHORT]) if dist.get_rank() else agree.from_all_ranks(0)
+        dist.destroy_process_group()
+
+    def test_no_group_waits_longer_than_the_default_one(self) -> None:
+        """Torch gives those of gloo half an hour, DeepSpeed's among them."""
+        wait = timedelta(seconds=30)
+        _set_pg_timeout(wait, torch.distributed.group.WORLD)
+        before = set(distributed_c10d._world.pg_map)
+        start(3, alpha=0.5)
+        made = set(distributed_c10d._world.pg_map) - before
+        assert made and {group._get_backend(torch.device("cpu")).options._timeout for group in made} == {wait}
+        assert distributed_c10d._get_default_timeout("gloo") > wait  # others are made as before
+
     def test_attaching_takes_one_collective(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The rank of the test above that is not under memo answers one all_reduce, and no more. Who comes is not missed."""
-        monkeypatch.setattr(agree, "ARRIVAL_S", 30.0)
+        """Ranks that come are not missed."""
         made, attach, c10d = [], integration.attach_engine, torch.distributed.ProcessGroup
         kinds = ("allreduce", "allgather", "_allgather_base", "broadcast", "reduce", "gather", "scatter", "barrier")
 
@@ -261,7 +373,7 @@ class TestMissingRanks(DistributedTest):
         monkeypatch.setattr(integration, "attach_engine", attach_and_count)
         engine = start(2, alpha=0.5)
         assert made == ["allreduce"]
-        assert agree.words("here") == ["here"] * 2 and engine.memo.report()["warnings"] == []
+        assert agree.announce("here") == ["here"] * 2 and engine.memo.report()["warnings"] == []
 
 
 class TestRefusedMemory(DistributedTest):

@@ -8,6 +8,7 @@ import os
 import re
 import types
 import warnings
+from datetime import timedelta
 from typing import Any
 
 import deepspeed
@@ -16,10 +17,12 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from torch import nn
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 import ds_memo
 from ds_memo.distributed import agree
 from ds_memo.distributed.agree import Failed, together
+from ds_memo.distributed.lost_ranks import naming_lost_ranks
 from ds_memo.distributed.topology import meet_in_layers, talk_in_layers
 from ds_memo.profile import run
 from ds_memo.profile.json_file import from_json, to_json
@@ -156,7 +159,20 @@ class TestTwoRanks(DistributedTest):
         with pytest.raises(Failed, match=r"rank 0: .*; rank 1: "):
             together(lambda: _raise(ValueError("no")))
         key = f"ds_memo/{next(agree._meetings) - 3}/{me}"
-        assert not agree._get_default_store().check([key])  # entries that were read are deleted
+        assert not agree.store.distributed_c10d._get_default_store().check([key])  # entries that were read are deleted
+
+    def test_no_wait_is_longer_than_the_groups(self) -> None:
+        _set_pg_timeout(timedelta(seconds=1), dist.group.WORLD)
+        if dist.get_rank() == 0:
+            with pytest.raises(agree.Absent, match=r"^rank 1 has not come for 1 s: it ended with ValueError: no$"):
+                together(lambda: None)
+            with pytest.raises(ds_memo.MemoError, match=r"rank 0: ValueError: here. Rank 1 has not answered for 1 s"):
+                together(lambda: _raise(ValueError("here")))
+            agree.store.tell("ended", "")
+        else:
+            with pytest.raises(ValueError, match="no"), naming_lost_ranks("a test"):
+                raise ValueError("no")
+            assert agree.store.heard(["ended"], 30) == [""]
 
     def test_ranks_whose_group_moves_no_host_memory(self, monkeypatch) -> None:
         """As NCCL's. They talk over one group of gloo, so none waits for its device."""

@@ -23,8 +23,8 @@ ARGUMENTS = [
     "launch/train.py", "--deepspeed_config", "ds_configs/quickstart.json", "--model", "ds_configs/models/tiny.json",
     "--data", "ds_memo", "--seq-length", "256", "--steps", "100000",
 ]  # fmt: skip
-GONE = "Connection closed by peer|Connection reset by peer"
-LATE = "Timed out"
+GONE = r"rank 0 lost the other ranks in .*\(.*Connection (closed|reset) by peer.*\): rank 1 said nothing"
+LATE = r"rank 0 lost the other ranks in .*\(Timed out.*\): rank 1 said nothing"
 
 
 def wait_for_steps(log):

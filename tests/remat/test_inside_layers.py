@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from deepspeed.runtime.zero.linear import zero3_linear_wrap
 from torch import nn
+from torch.nn.utils import parametrize
+from torch.nn.utils.parametrizations import weight_norm
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
@@ -30,7 +32,7 @@ from tests.models import (
     gradients,
     step,
 )
-from tests.remat.situations import BATCH, Lines, drive, toy
+from tests.remat.situations import BATCH, WAYS, Lines, compare, drive, every_way, toy
 
 pytestmark = pytest.mark.filterwarnings("ignore::ds_memo.errors.MemoWarning")
 
@@ -513,3 +515,28 @@ def test_a_bias_that_was_read_before_is_no_part_of_the_gemm():
     handle = ds_memo.attach(model := toy(Reads), config)
     drive(model, 0)
     assert not any(gemm.biased for gemm in gemms_of(handle))
+
+
+class WeightNormed(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        weight_norm(self.up)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@every_way("compiled")
+def test_cached_parametrizations_are_refused(way: str, backward: bool) -> None:
+    """A replay that finds a weight cached saves other tensors; a tile leaves one without a graph in the cache."""
+    compare(toy(WeightNormed), drive, way)
+    handle = ds_memo.attach(model := toy(WeightNormed), WAYS[way])
+    before = step(model, BATCH)
+    with parametrize.cached(), torch.no_grad():
+        model(inputs_embeds=BATCH.embeds, labels=BATCH.labels)
+    said = r"^layer blocks\.0: weights of up are parametrized, and it was called under torch\.nn\.utils\.parametrize\.cached"
+    with pytest.raises(ds_memo.MemoError, match=said), parametrize.cached():
+        loss = model(inputs_embeds=BATCH.embeds, labels=BATCH.labels).loss
+        if backward:
+            loss.backward()
+    model.zero_grad()
+    assert_same(step(model, BATCH), before)
+    handle.detach()

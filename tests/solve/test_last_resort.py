@@ -129,6 +129,31 @@ def test_attention_is_computed_again_only_as_often_as_it_must() -> None:
     assert all_of_them.step_s > every_other.step_s > solve(costs).step_s
 
 
+@pytest.mark.parametrize("host, device", [(0, 32), (0, 40), (8, 30), (20, 30), (30, 4)])
+@pytest.mark.parametrize("link", [2e9, FAST])
+def test_alpha_0_is_the_same_whether_it_is_solved_for_or_configured(host: int, device: int, link: float) -> None:
+    """A configured 0 was refused where attention has to run again."""
+    one = layer(128 * KI)
+    unit = one.nbytes("input")
+    costs = run(one, 32, link, host * unit, 2 * one.frame_bytes + device * unit)
+    solved = solve(costs)
+    assert solved.alpha == 0 and sets(solved).attention_recomputed | sets(solved).without_gemms
+    assert solve(costs, alpha=0.0) == solved
+    with pytest.raises(NothingFits, match=r"memo\.alpha 0 without memo\.resident_layers fits"):
+        solve(costs, alpha=0.5)
+
+
+def test_alpha_0_is_refused_where_nothing_fits() -> None:
+    """With the same words, and the same device memory that would do."""
+    one = layer(512 * KI)
+    costs = run(one, 32, host=0, device=31 * one.nbytes("input"))
+    with pytest.raises(NothingFits) as free:
+        solve(costs)
+    with pytest.raises(NothingFits) as zero:
+        solve(costs, alpha=0.0)
+    assert (str(zero.value), zero.value.numbers) == (str(free.value), free.value.numbers)
+
+
 def test_residents_that_are_asked_for_come_first() -> None:
     one = layer(64 * KI)
     unit = one.nbytes("input")

@@ -319,8 +319,10 @@ def test_a_configured_alpha_that_does_not_fit() -> None:
     one = layer(16384)
     with pytest.raises(NothingFits, match=r"need .* GiB at alpha 0\.9, .* memo\.alpha of at most 0\.\d+ fits"):
         solve(run(one, 32, host=30 * one.host_bytes(swapped_at(0.5))), alpha=0.9)
-    with pytest.raises(NothingFits, match=r"even memo\.alpha 0 does not fit"):
+    with pytest.raises(NothingFits, match=r"memo\.alpha 0 without memo\.resident_layers fits"):
         solve(run(one, 32, host=29 * one.host_bytes(swapped_at(0.0))), alpha=0.9)
+    with pytest.raises(NothingFits, match=r"even memo\.alpha 0 does not fit"):
+        solve(run(one, 32, host=0, device=2 * one.frame_bytes), alpha=0.9)
 
 
 def test_a_configured_alpha_for_which_the_device_is_too_small() -> None:
@@ -334,7 +336,7 @@ def test_a_configured_alpha_for_which_the_device_is_too_small() -> None:
     assert (no.value.where, no.value.needed) == ("device", 2 * one.frame_bytes)
     assert solve(tight, alpha=0.0).alpha == solve(tight).alpha == 0.0
     assert sets(solve(replace(tight, device_budget=2 * one.frame_bytes), alpha=0.5)).on_device == {31}
-    with pytest.raises(NothingFits, match=r"at alpha 0\.0 needs") as no:
+    with pytest.raises(NothingFits, match=r"no resident layer and alpha 0 a step needs") as no:
         solve(replace(tight, device_budget=1), alpha=0.0)
     assert "memo.alpha" not in str(no.value)
 
