@@ -13,7 +13,7 @@ import torch
 from torch.utils.weak import TensorWeakRef
 
 from ds_memo.errors import MemoError
-from ds_memo.logits.content import Content, Tile, as_they_are
+from ds_memo.logits.content import Content, Tile, as_they_are, version_of
 
 
 class Memory:
@@ -29,14 +29,19 @@ class Memory:
         """Changes in place."""
         self.values: torch.Tensor | None = None
         """The logits, once an op that is not known has changed them: for good."""
-        self.followed = -1
-        """Version of the values that histories are of."""
+        self.first = self.followed = -1
+        """Versions of the values: as they were made, and as histories are of."""
         self.op = ""
         """That op."""
         self.lazy: list[TensorWeakRef] = []
         """All that share it."""
         self.hooked = False
-        """True if a view has a hook."""
+        """True if one of its tensors has a hook."""
+
+    @property
+    def has_changed(self) -> bool:
+        """True if the values have changed since they were made."""
+        return self.values is not None and version_of(self.values) != self.first
 
     def sharers(self) -> list[Any]:
         """Return the lazy tensors that share it now."""
@@ -44,9 +49,9 @@ class Memory:
         return [ref() for ref in self.lazy]
 
     def about_to_change(self) -> None:
-        """Raise MemoError if a hook would get gradients that pass it by once the memory has changed."""
+        """Raise MemoError if a tensor has a hook: what PyTorch makes of it depends on how the head has made its logits."""
         if self.hooked:
-            raise MemoError("a view of lazy logits has a hook, and their memory changes. Register hooks on a clone")
+            raise MemoError("lazy logits that have a hook, or a view with one, are changed in place. Register hooks on a clone")
 
     def change(self, new: Content, view: Content, columns: range, covers: bool, tokens: int) -> bool:
         """Change the rows and columns of a view.

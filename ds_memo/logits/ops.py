@@ -71,7 +71,8 @@ def elementwise(func: Any, name: str, *args: Any, **kwargs: Any) -> Any:
         get = unchanged(value)
         if value.dim() == 0:
             return lambda tile: get()
-        if value.shape[-1] not in (1, content.vocabulary) or value.dim() > len(content.leading) + 1:
+        shape = torch.broadcast_shapes(value.shape[:-1], content.leading)
+        if value.shape[-1] not in (1, content.vocabulary) or shape != content.leading:
             raise _Unknown
         if all(size == 1 for size in value.shape[:-1]):
             return lambda tile: get().reshape(-1)
@@ -120,8 +121,6 @@ def _sample(content: Content, kin: list[LazyLogits], expression: Callable[[Tile]
 
 def put(func: Any, name: str, logits: LazyLogits, key: Any, value: Any) -> Any:
     """Set entries to a number: those of a mask, of chosen rows, or of some of the vocabulary in all rows."""
-    if isinstance(value, LazyLogits) and value.key is key and value.owner is logits.owner:
-        return None  # x[key] += 1 has changed them already
     if isinstance(value, torch.Tensor):
         if value.numel() != 1 or value.requires_grad:
             return NotImplemented
@@ -138,7 +137,8 @@ def put(func: Any, name: str, logits: LazyLogits, key: Any, value: Any) -> Any:
 
         return elementwise(filled_, name, logits)
     part = chosen(func, name, logits, key)
-    return elementwise(torch.Tensor.fill_, name, part, value) if isinstance(part, LazyLogits) and part.how else NotImplemented
+    is_view = isinstance(part, LazyLogits) and part.owner is logits.owner
+    return elementwise(torch.Tensor.fill_, name, part, value) if is_view else NotImplemented
 
 
 def _whole_key(logits: LazyLogits, key: Any) -> list[Any]:

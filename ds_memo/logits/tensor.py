@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import operator
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -40,6 +40,9 @@ _NATIVE = (
 _VALUES = ("T", "mT", "H", "mH", "real", "imag")
 """Properties that are tensors of values."""
 _ADDRESSES = ("data_ptr", "untyped_storage", "storage", "__dlpack__", "numpy", "__array__")
+_GEOMETRY = (
+    *("as_strided_", "set_", "resize_", "resize_as_", "transpose_", "swapaxes_", "swapdims_", "t_", "squeeze_", "unsqueeze_"),
+)
 _IN_PLACE = {name for name in dir(operator) if name.startswith("__i")} - {"__index__", "__inv__", "__invert__"} | {"__setitem__"}
 Handler = Callable[..., Any]
 handlers: dict[str, Handler] = {}
@@ -68,7 +71,7 @@ class LazyLogits(torch.Tensor):
     key: Any
     """What they were taken by, as ``x[key]``."""
     _made: tuple[int, Content]
-    _real: tuple[torch.Tensor, torch.Tensor] | None
+    _real: torch.Tensor | None
 
     @staticmethod
     def __new__(cls, memory: Memory, rows: Rows, how: View | None = None, stride: Any = None) -> LazyLogits:
@@ -98,26 +101,18 @@ class LazyLogits(torch.Tensor):
         return self if self.how is None else self.how.of.owner
 
     @property
-    def real_memory(self) -> torch.Tensor:
-        """Their values in the graph, once their memory has some. No op sees this very tensor: it would change views, too."""
+    def real_tensor(self) -> torch.Tensor:
+        """The tensor that is in these logits' place once their memory has values."""
         if self._real is None:
-            memory = self.memory
-            assert memory.values is not None
+            values = self.memory.values
+            assert values is not None
             with torch._C.DisableTorchFunctionSubclass():
                 trained = self.requires_grad and not (self.how and self.is_leaf)
-                inference = self.is_inference()
-            with torch.inference_mode(inference), torch.set_grad_enabled(trained):
-                found = memory.values if self.how is None else self.how.values(self.how.of.real_memory)
-                if self.how is None or (trained and not found.requires_grad):  # a history of its own
-                    found = Whole.apply(self, self.content, found)
-                self._real = found.view_as(found), found
-        return self._real[0]
-
-    @property
-    def real_tensor(self) -> torch.Tensor:
-        """The tensor that is in these logits' place for good."""
-        self.real_memory  # noqa: B018
-        return self._real[1]
+            with torch.inference_mode(_is_inference(values)), torch.set_grad_enabled(trained):
+                self._real = values if self.how is None else self.how.values(self.how.of.real_tensor)
+                if self.how is None or (trained and not self._real.requires_grad):  # a history of its own
+                    self._real = Whole.apply(self, self.content, self._real)
+        return self._real
 
     def compute(self, op: str) -> torch.Tensor:
         """Return their values without a graph."""
@@ -146,6 +141,8 @@ class LazyLogits(torch.Tensor):
                 f"{name}() of lazy logits under a transform of torch.func (vmap, grad, jvp), which does not know them. Set "
                 'memo.kernels.cross_entropy to "whole"'
             )
+        if name in _GEOMETRY or (accessor == "__set__" and name == "data"):
+            raise MemoError(f"{name} of lazy logits, which take no other memory and strides in place. Clone them first")
         if name == "retain_grad" or (name == "requires_grad_" and not args[0].requires_grad):
             raise MemoError(NO_WHOLE_GRADIENT.format(f"{name}()"))
         if name == "register_hook":
@@ -155,14 +152,16 @@ class LazyLogits(torch.Tensor):
         own = [value for value in tree_leaves((args, kwargs)) if isinstance(value, LazyLogits)]
         for logits in own:
             _check(logits)
+        if name == "__setitem__" and _is_in_its_place(*args):
+            return None
         if any(logits.is_real for logits in own):
             found = func(*_with(_real_ones, args), **_with(_real_ones, kwargs))
             for logits in own:
-                _follow(logits.memory)
-            return found
+                _follow(logits.memory, counts=_is_in_place(name))
+            return args[0] if _is_in_place(name) and found is not None and args and isinstance(args[0], LazyLogits) else found
         if name == "requires_grad_":
             return _native(func, args, kwargs)
-        targets = [args[0]] if accessor == "__set__" else _written(func, name, args, kwargs)
+        targets = _written(func, name, args, kwargs)
         handler = handlers.get(name.strip("_"))
         if handler not in of_any and not (args and isinstance(args[0], LazyLogits)):
             handler = None
@@ -199,11 +198,7 @@ class LazyLogits(torch.Tensor):
         return _realize(self, "copy or pickle").__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        if self.is_real:
-            return copy.deepcopy(self.real_tensor, memo)
-        if self.requires_grad:
-            raise RuntimeError("only tensors that are leaves of the graph can be deep-copied: detach the logits first")
-        return self.clone()
+        return copy.deepcopy(_realize(self, "deepcopy"), memo)
 
 
 def call_head(content: Content, rows: Rows, parameters: list[torch.Tensor], hidden_NH: torch.Tensor) -> LazyLogits:
@@ -310,6 +305,11 @@ def _check(logits: LazyLogits) -> None:
         raise MemoError("an autograd.Function marked lazy logits as changed (mark_dirty). Give it a clone of them")
 
 
+def _is_inference(tensor: torch.Tensor) -> bool:
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.is_inference()
+
+
 def _version(logits: LazyLogits) -> int:
     with torch._C.DisableTorchFunctionSubclass():
         return version_of(logits)
@@ -318,11 +318,11 @@ def _version(logits: LazyLogits) -> int:
 def _hook(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Register a hook: all gradients of logits as they are now must come to it, and none of those before a change in place."""
     logits, memory = args[0], args[0].memory
-    if logits.is_real and not version_of(memory.values):
+    if logits.is_real and not memory.has_changed:
         raise MemoError(f"a hook on lazy logits that '{memory.op}' has made real. Register it before")
     if memory.changes or logits.is_real:
         return func(_realize(logits, func.__name__), *args[1:], **kwargs)
-    memory.hooked |= logits.how is not None
+    memory.hooked = True
     return _native(func, args, kwargs)
 
 
@@ -336,6 +336,11 @@ def _differentiate(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 def _is_in_place(name: str) -> bool:
     return name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+
+
+def _is_in_its_place(logits: Any, key: Any, value: Any) -> bool:
+    """Return True for what ``x[key] += 1`` does at its end: it puts ``x[key]``, which has changed, where it is."""
+    return isinstance(value, LazyLogits) and value.key is key and isinstance(logits, LazyLogits) and value.owner is logits.owner
 
 
 def _written(func: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> list[LazyLogits]:
@@ -357,14 +362,19 @@ def _realize(logits: LazyLogits, op: str) -> torch.Tensor:
     if not logits.is_real:
         memory.about_to_change()
         memory.op = op
-        with torch.inference_mode(owner.is_inference()):
+        with torch.inference_mode(all(_is_inference(each) for each in memory.sharers())):
             memory.values = owner.compute(op).contiguous()
-        _follow(memory)
+        memory.first = version_of(memory.values)
+        _follow(memory, counts=False)
     return logits.real_tensor
 
 
-def _follow(memory: Memory) -> None:
-    """Have the history of real logits be that of their real tensors, after each change."""
+def _follow(memory: Memory, counts: bool) -> None:
+    """Have the history of real logits be that of their real tensors, after each change.
+
+    Args:
+        counts: True if PyTorch counts it as a change of the logits. Else what has saved them may still go on.
+    """
     if memory.values is None or memory.followed == (version := version_of(memory.values)):
         return
     memory.followed = version
@@ -372,7 +382,8 @@ def _follow(memory: Memory) -> None:
         with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass(), suppress(RuntimeError):
             # PyTorch refuses a part of split() and a view made without gradients, once their base has changed: at their next use
             if not each.is_leaf and each.real_tensor.requires_grad:
-                Follow.apply(each, each.real_tensor)
+                with nullcontext() if counts else torch.autograd._unsafe_preserve_version_counter(each):
+                    Follow.apply(each, each.real_tensor)
         each.marks = _version(each)
 
 

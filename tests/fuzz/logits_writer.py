@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 GRAMMAR = Path(__file__).resolve().parents[1] / "data" / "fuzz" / "logits.txt"
 BATCH, LENGTH, HIDDEN, VOCAB = 2, 5, 4, 7
@@ -123,6 +124,8 @@ _BARRED = re.compile(
     "dense|stft|tolist|item|nelement|element_size|get_device|dim_order|grad"
 )
 """Methods that no program calls by trying: they need other tensors, read no values, or are in the grammar by hand."""
+_UNSEEN = re.compile(r"numpy\(\)(\.fill|\)|\[)|dlpack|storage|\.data( =|\.\w+_\(|\[)|detach\(\)\.\w+_\(|map_\(|apply_\(")
+"""Writes that no version counts, or that stock's own graph does not see."""
 
 
 @functools.cache
@@ -169,6 +172,7 @@ class Writer:
         self.program: list[str] = []
         self.names: dict[str, list[str]] = {"logits": ["x"], "others": []}
         self.count = 0
+        self.begun = ""
 
     def write(self) -> list[str]:
         pick = self.pick
@@ -190,6 +194,7 @@ class Writer:
     def begin(self) -> None:
         if self.setting == "model":
             self.say("x = model(input_ids=ids).logits")
+            self.begun = self.program[-1]
             return
         shape = self.pick.choice([f"{BATCH}, {LENGTH}"] * 8 + [f"{BATCH * LENGTH}"] * 2 + [f"{BATCH}, 1, {LENGTH}"])
         grad = ".requires_grad_()" if self.setting in ("trained", "frozen head") else ""
@@ -197,6 +202,7 @@ class Writer:
         self.say(f"h = {self.pick.choice(['h0 * 1', 'h0 * 1', 'h0', 'h0[:]'])}")
         if not self.say(self.mode() + "x = head(h)"):
             self.say("x = head(h)")
+        self.begun = self.program[-1]
 
     def add(self, kind: str) -> None:
         """Add a statement of a kind; three tries."""
@@ -210,9 +216,11 @@ class Writer:
             x, template = self.value(name), self.pick.choice(templates)
             if not isinstance(x, torch.Tensor):
                 continue
-            if kind == "hook" and not x.is_inference() and x._is_view() and x._version:  # torch 2.13 itself dies of some of these
+            if kind == "hook" and self.changed():  # torch 2.13 itself dies of a hook on a view whose base has changed
                 continue
             before, text = "" if "plain" in flags else self.mode(), self.fill(template, name, x)
+            if _UNSEEN.search(text) and self.program[-1] != self.begun:  # autograd may have saved it: garbage with stock
+                continue
             into = next((flag for flag in flags if flag in self.names), None)
             if into and self.new(text, before, self.names[into]):
                 return
@@ -220,6 +228,11 @@ class Writer:
                 text = f"loss = loss + ({text})"
             if not into and self.say(before + text):
                 return
+
+    def changed(self) -> bool:
+        """Return True if a tensor has been changed in place."""
+        tensors = [each for each in tree_leaves(list(self.space.values())) if isinstance(each, torch.Tensor)]
+        return any(not each.is_inference() and each._version for each in tensors if not isinstance(each, torch.nn.Parameter))
 
     def mode(self) -> str:
         return self.pick.choices(list(UNDER), list(UNDER.values()))[0]

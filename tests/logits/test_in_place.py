@@ -53,8 +53,8 @@ WHOLE = """
     F.relu(x, inplace=True)  x.cumsum_(-1)  torch._foreach_mul_([x], 2.0)  nn.init.constant_(x, 2.0)
     x.lerp_(FULL, 0.5)  x.mT.mul_(2)  x[..., 3].fill_(-9.0)  x[..., 3] *= 2  x.select(-1, 0).fill_(1.0)
     x.scatter_add_(-1, SOME, PIECE)  x[:, SOME[0, :, 0]] = 0.1
-    x.addcmul_(FULL, FULL)  x.data = FULL  x.untyped_storage()  x.data_ptr()
-    nn.ReLU(inplace=True)(x)  x[..., COLUMNS] += PIECE
+    x.addcmul_(FULL, FULL)  x.untyped_storage()  x.data_ptr()
+    nn.ReLU(inplace=True)(x)  x[..., COLUMNS] += PIECE  x[:, 1:, [1, 0]] = 2
     torch.ops.aten.mul_(x, 2)  x.detach().mul_(2)  x[:, 1:].detach().add_(1)  x.index_put_((torch.tensor([1]),), FULL[0])
 """
 THROUGH_OTHERS = """
@@ -201,7 +201,7 @@ def on_a_temporary(patch: pytest.MonkeyPatch) -> None:
 
 def unseen(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(tensor, "version_of", lambda each: 0)
-    patch.setattr(tensor, "_follow", lambda memory: None)
+    patch.setattr(tensor, "_follow", lambda memory, counts: None)
 
 
 def views_as_they_were(patch: pytest.MonkeyPatch) -> None:

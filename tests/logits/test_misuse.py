@@ -47,7 +47,12 @@ REFUSED: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "a hook that clamps": (clamped_gradient, "clamp.* of the gradient of lazy logits, which is never whole"),
     "a gradient of logits": (lambda y: torch.autograd.grad(total(y), y), "grad of the gradient of lazy logits"),
     "a gradient kept": (lambda y: y.retain_grad(), "retain_grad.* of the gradient of lazy logits"),
-    "a hook on a view that changes": (hooked_view, "a view of lazy logits has a hook, and their memory changes"),
+    "a hook on a view that changes": (hooked_view, "logits that have a hook, or a view with one, are changed in place"),
+    "other strides": (lambda y: y.transpose_(0, 1), "transpose_ of lazy logits, which take no other memory"),
+    "another memory": (
+        lambda y: setattr(y, "data", torch.ones(y.shape)),
+        "data of lazy logits, which cannot take another memory",
+    ),
     "marked as changed": (lambda y: Dirty.apply(y).sum(), "marked lazy logits as changed"),
 }
 
