@@ -57,9 +57,9 @@ class Session(Parts):
         for layer, (_, module) in zip(self.layers, layers, strict=True):
             self.patches.layer(module, functools.partial(self.remat.run, layer))
         if self.config.may_tile:
-            catch_attention()
+            catch_attention(self.patches.undo_with)
         self.patches.model(model, self.run)
-        keep_unobserved_attention()
+        keep_unobserved_attention(self.patches.undo_with)
         if self.config.attention != "eager":
             use_one_op(model, self.eager_attention, self.warn, self.patches.undo_with)
         for name, module in layers[:1]:
