@@ -30,7 +30,7 @@ def need(what: Any, change: Callable[[], Undo | None], undo_with: Callable[[Undo
     Args:
         what: it is not kept alive.
         change: makes the change and returns how it is undone; None: it is there already. It is called for each owner, as
-            somebody else may have put things back.
+            a check of a layer may have put hooks back.
         undo_with: is given the function that the owner calls once it has no more need.
     """
     with _LOCK:

@@ -225,7 +225,7 @@ def test_what_is_of_all_tokens_is_refused(argument: str) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_detach_puts_hooks_and_functions_back() -> None:
-    """Of two models the second goes on in tiles."""
+    """The second of two models goes on in tiles."""
     model, other = build("lfm2"), build("lfm2")
     source = importlib.import_module(type(model).__module__)
     table = importlib.import_module("transformers.modeling_utils").AttentionInterface
