@@ -65,7 +65,7 @@ class LazyHead:
         self._splits: bool | None = None
         """True if the head computes each row by itself. None: no call yet."""
         self._kinds: list[Any] = []
-        """Of the parameters for which that is so."""
+        """Types, shapes and dtypes of the parameters that this is of."""
         self._state = LayerState("output head", head) if any(head.children()) else None
         self.rows = 0
         """Rows of a tile."""
