@@ -176,10 +176,12 @@ def private_folder(folder: Path) -> Path:
         The folder, links resolved. It may be on a read-only file system: its content can still be trusted.
 
     Raises:
-        NotPrivate: another user owns it or may write to it, or it cannot be made.
+        NotPrivate: another user owns it or may write to it, or could move it away, or it cannot be made.
     """
     try:
         folder = Path(os.path.realpath(folder))
+        for above in reversed(folder.parents):
+            _refuse_movers(above)
         for missing in reversed([path for path in (folder, *folder.parents) if not path.exists()]):
             with suppress(FileExistsError):
                 missing.mkdir(mode=0o700)
@@ -249,14 +251,33 @@ def scratch_folder(prefix: str, parent: Path | None = None) -> Iterator[Path]:
     """Make a folder with an unpredictable name that only this user can enter, and remove it afterwards.
 
     Raises:
-        NotPrivate: its parent folder cannot be written to.
+        NotPrivate: its parent folder cannot be written to, or others could move it away.
     """
     try:
+        for above in (place := Path(os.path.realpath(parent or tempfile.gettempdir())), *place.parents):
+            _refuse_movers(above)
         folder = tempfile.TemporaryDirectory(prefix=prefix, dir=parent, ignore_cleanup_errors=True)
     except OSError as error:  # above all: no folder for temporary files
         raise NotPrivate(f"{parent or 'TMPDIR'}: cannot be written to ({error.strerror})") from None
     with folder as name:
         yield Path(name)
+
+
+def _refuse_movers(folder: Path) -> None:
+    """Refuse a folder in which others than root may rename what this user owns."""
+    try:
+        status = os.lstat(folder)
+    except (FileNotFoundError, NotADirectoryError):  # this user is to make it
+        return
+    if status.st_uid not in (0, os.geteuid()):
+        raise NotPrivate(
+            f"{folder}: belongs to user {status.st_uid}, who can replace what is in it; expected {os.geteuid()} or 0"
+        )
+    if status.st_mode & OTHERS_WRITE and not status.st_mode & stat.S_ISVTX:
+        raise NotPrivate(
+            f"{folder}: others may write to it (mode {stat.S_IMODE(status.st_mode):04o}) and replace what is in it; chmod go-w "
+            "or chmod +t prevents that"
+        )
 
 
 def _refuse_others(path: Path, status: os.stat_result) -> None:

@@ -60,6 +60,7 @@ def _others() -> list[str]:
         f"| `nvme` | {', '.join(files)}: `tests/nvme` | network file systems without O_DIRECT | other models |",
         "| AutoTP | Llama, two ranks: `tests/deepspeed/test_tensor_parallel.py` | | with Ulysses |",
         "| pipeline parallelism | | `PipelineModule` | |",
+        "| devices | CPUs, NVIDIA's GPUs | AMD's (ROCm), and all others | a MIG slice: its memory counts, and `mfu` is None |",
     ]
 
 

@@ -4,6 +4,7 @@ import os
 import stat
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -114,6 +115,27 @@ def test_a_folder_of_another_user_is_refused(tmp_path: Path) -> None:
     os.chown(tmp_path / "theirs", 1234, -1)
     with pytest.raises(NotPrivate, match="belongs to user 1234"):
         files.private_folder(tmp_path / "theirs")
+
+
+@pytest.mark.parametrize("modes, refused", [(0o770, True), (0o707, True), (0o1777, False), (0o755, False)])
+def test_a_folder_above_in_which_others_rename_is_refused(tmp_path: Path, modes: int, refused: bool) -> None:
+    """They could put a folder of their own in the cache's place, and files that are executed into it."""
+    above = tmp_path / "above"
+    (above / "cache").mkdir(mode=0o700, parents=True)
+    above.chmod(modes)
+    makers = [lambda: files.private_folder(above / "cache"), lambda: files.private_folder(above / "new" / "cache")]
+    for make in [*makers, files.scratch_folder("scratch", above).__enter__]:
+        with pytest.raises(NotPrivate, match=f"{above}: others may write") if refused else nullcontext():
+            make()
+    assert (above / "new").exists() is not refused
+
+
+@ROOT_ONLY
+def test_a_folder_above_of_another_user_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "theirs" / "cache").mkdir(mode=0o700, parents=True)
+    os.chown(tmp_path / "theirs", 1234, -1)
+    with pytest.raises(NotPrivate, match="theirs: belongs to user 1234"):
+        files.private_folder(tmp_path / "theirs" / "cache")
 
 
 def test_a_file_in_place_of_a_folder_is_refused(tmp_path: Path) -> None:

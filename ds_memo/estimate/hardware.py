@@ -40,6 +40,8 @@ _WHOLE = ("gpus_per_node", "multiprocessors")
 _SAME_PEAK = {"h800": "h100", "gh200": "h200"}
 # PCIe cards have a smaller power budget (NVIDIA's data sheets: dense bf16).
 _PCIE_PEAK = {"h100": 756e12}
+_SLICE = "mig"
+"""In the name of a part of a card (Multi-Instance GPU), which has a part of its peak."""
 
 
 @dataclass(frozen=True)
@@ -116,8 +118,12 @@ def names() -> list[str]:
 
 
 def named(device: str) -> str | None:
-    """Return the entry of `names` that a device's own name contains ("NVIDIA A100-SXM4-80GB"), or None."""
-    return next((name for name in names() if name in words(device)), None)
+    """Return the entry of `names` that a device's own name contains ("NVIDIA A100-SXM4-80GB"), or None.
+
+    A slice of a card ("NVIDIA A100-SXM4-80GB MIG 3g.40gb") has no entry.
+    """
+    said = words(device)
+    return next((name for name in names() if name in said and _SLICE not in said), None)
 
 
 def words(device: str) -> list[str]:
@@ -153,6 +159,8 @@ def peak_flops(device_name: str) -> float | None:
         FLOP/s of one device.
     """
     said = words(device_name)
+    if _SLICE in said:
+        return None
     name = next((chip for word in said if (chip := _SAME_PEAK.get(word, word)) in names()), None)
     if "pcie" in said and name in _PCIE_PEAK:
         return _PCIE_PEAK[name]

@@ -12,22 +12,35 @@ from typing import Any
 from torch import nn
 
 from ds_memo.remat.functions import keep_whole
+from ds_memo.remat.shared_changes import Undo, for_good, need
 from ds_memo.tiles.attention_call import catch_from
 
 _OBSERVED = {"flash_attn.flash_attn_interface", "flash_attn_interface"}
 """Modules whose functions call custom ops, which ds_memo.remat.op_policy saves by name."""
 
 
-def keep_unobserved_attention() -> None:
-    """Make Transformers, if imported, call unobserved attention through :func:`keep_whole`. Outside of memo nothing changes."""
-    _replace(sys.modules.get("transformers.integrations.flex_attention"), "compile_friendly_flex_attention", keep_whole)
-    _replace(sys.modules.get("transformers.modeling_flash_attention_utils"), "lazy_import_flash_attention", _keeping)
+def keep_unobserved_attention(undo_with: Callable[[Undo], Any] = for_good) -> None:
+    """Make Transformers, if imported, call unobserved attention through :func:`keep_whole`. Outside of memo nothing changes.
+
+    Args:
+        undo_with: is given what puts it back, unless another model still needs it.
+    """
+    for file, name, by in (
+        ("transformers.integrations.flex_attention", "compile_friendly_flex_attention", keep_whole),
+        ("transformers.modeling_flash_attention_utils", "lazy_import_flash_attention", _keeping),
+    ):
+        if (module := sys.modules.get(file)) is not None:
+            need(module, functools.partial(_replace, module, name, by), undo_with)
 
 
-def catch_attention() -> None:
-    """Let tiles be cut where a layer calls an attention function of Transformers."""
+def catch_attention(undo_with: Callable[[Undo], Any] = for_good) -> None:
+    """Let tiles be cut where a layer calls an attention function of Transformers.
+
+    Args:
+        undo_with: as above.
+    """
     if (modeling := sys.modules.get("transformers.modeling_utils")) is not None:
-        catch_from(modeling.AttentionInterface)
+        catch_from(modeling.AttentionInterface, undo_with)
 
 
 def use_one_op(
@@ -55,12 +68,19 @@ def wrap_attention(name: str, around: Callable[[Any], Any]) -> Any:
     return before
 
 
-def _replace(module: ModuleType | None, name: str, by: Callable[[Any], Any]) -> None:
+def _replace(module: ModuleType, name: str, by: Callable[[Any], Any]) -> Undo | None:
     function = getattr(module, name, None)
-    if function is not None and not hasattr(function, "_ds_memo"):
-        patched = by(function)
-        patched._ds_memo = True
-        setattr(module, name, patched)
+    if function is None or hasattr(function, "_ds_memo"):
+        return None
+    patched = by(function)
+    patched._ds_memo = True
+    setattr(module, name, patched)
+
+    def undo() -> None:
+        if getattr(module, name) is patched:
+            setattr(module, name, function)
+
+    return undo
 
 
 def _keeping(load: Callable[..., Any]) -> Callable[..., Any]:

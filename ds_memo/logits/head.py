@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -21,13 +21,17 @@ from ds_memo.tiles.weight_gradients import see_products_of_zero3
 from ds_memo.units import GIB
 
 
-def output_heads(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the output heads of the Transformers models in a model, each once."""
+def owners_of_heads(model: nn.Module) -> list[nn.Module]:
+    """Return the Transformers models in a model."""
+    return [module for module in model.modules() if callable(getattr(module, "get_output_embeddings", None))]
+
+
+def heads_of(owners: Iterable[nn.Module]) -> Iterator[nn.Module]:
+    """Yield the output heads of Transformers models, each once."""
     seen = set()
-    for module in model.modules():
-        ask = getattr(module, "get_output_embeddings", None)
+    for module in owners:
         try:
-            head = ask() if callable(ask) else None
+            head = module.get_output_embeddings()
         except (AttributeError, NotImplementedError):  # a model without one
             continue
         if isinstance(head, nn.Module) and not isinstance(head, nn.Embedding) and head not in seen:
@@ -60,6 +64,8 @@ class LazyHead:
         self._alive: weakref.WeakSet[Rows] = weakref.WeakSet()
         self._splits: bool | None = None
         """True if the head computes each row by itself. None: no call yet."""
+        self._kinds: list[Any] = []
+        """Types, shapes and dtypes of the parameters that this is of."""
         self._state = LayerState("output head", head) if any(head.children()) else None
         self.rows = 0
         """Rows of a tile."""
@@ -76,8 +82,10 @@ class LazyHead:
             return self._whole(forward(hidden))
         flat_NH = hidden.reshape(-1, hidden.shape[-1])
         parameters = list(head.parameters())
-        if self._splits is None:
+        kinds = [(type(parameter), parameter.shape, parameter.dtype) for parameter in parameters]
+        if self._splits is None or kinds != self._kinds:  # a resized vocabulary, say
             self._look(forward, flat_NH, parameters)
+            self._kinds = kinds
         if not self._splits:
             return self._whole(forward(hidden))
         if len(flat_NH) <= self.rows:
@@ -118,11 +126,11 @@ class LazyHead:
         plain = not distributed and all(parameter.is_floating_point() for parameter in parameters)
         splits = plain and (type(head) is nn.Linear or is_by_token(forward, flat_NH[None]))
         if not splits:
-            self._splits = False
+            self._splits, self.bytes = False, None
             return
         with torch.no_grad():
             vocabulary = forward(flat_NH[None, :1].detach()).shape[-1]
-        self.rows = self.rows or tile_rows(vocabulary, self._device_bytes)
+        self.rows = tile_rows(vocabulary, self._device_bytes)
         numel, size = sum(parameter.numel() for parameter in parameters), flat_NH.element_size()
         self.bytes = head_bytes(self.rows, vocabulary, flat_NH.shape[-1], numel, size)
         self._splits = True  # last: the device may refuse memory above

@@ -24,7 +24,10 @@ LOSES_MORE = 1.25
 
 _SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _WHOLE_MIB = 32
-_asked = _blocks_are_whole = False
+_LIMIT = "max_split_size_mb:"
+_WHOLE = f"{_LIMIT}{_WHOLE_MIB}"
+_asked, _given = False, ""
+"""The latest wish, and the settings that were made here."""
 
 
 def keep_blocks_whole(device: torch.device, on: bool) -> None:
@@ -34,17 +37,31 @@ def keep_blocks_whole(device: torch.device, on: bool) -> None:
     the price of more cudaMalloc calls. For passes whose addresses are not planned yet.
 
     Does nothing on a CPU, if the environment configures the allocator (PyTorch: "Optimizing memory usage with
-    PYTORCH_CUDA_ALLOC_CONF"), or if a large block is split already. Replaces settings that were made at run time.
+    PYTORCH_CUDA_ALLOC_CONF"), if a limit was set at run time, or if a large block is split already.
     """
-    global _asked, _blocks_are_whole
+    global _asked, _given
     if device.type != "cuda" or on == _asked or any(map(os.environ.get, _SETTINGS)):
         return
     _asked = on
-    if on == _blocks_are_whole or (on and _split_segments()):
+    now = _settings()  # torch drops those that a new text lacks
+    if on and not any(setting.startswith(_LIMIT) for setting in now) and not _split_segments():
+        now.append(_WHOLE)
+    elif not on and _WHOLE in now and _WHOLE in _given:
+        now.remove(_WHOLE)
+    else:
         return
-    settings = f"max_split_size_mb:{_WHOLE_MIB}" if on else ""
-    torch._C._accelerator_setAllocatorSettings(settings)  # torch.cuda's function is deprecated
-    _blocks_are_whole = on
+    _given = ",".join(now)
+    torch._C._accelerator_setAllocatorSettings(_given)  # torch.cuda's function is deprecated
+
+
+def _settings() -> list[str]:
+    """Return the settings of torch's allocator, also those that were made at run time."""
+    tells = getattr(torch._C, "_accelerator_getAllocatorSettings", lambda: _given)  # an older PyTorch does not
+    return [setting for setting in tells().split(",") if setting]
+
+
+def _blocks_are_whole() -> bool:
+    return _WHOLE in _settings()
 
 
 def join_split_blocks(device: torch.device, tensors: Iterable[torch.Tensor]) -> None:
@@ -128,7 +145,7 @@ def _drivers_bytes() -> int:
 def lost_bytes(device: torch.device) -> int:
     """Return torch's peak reserved bytes less its peak requested bytes, since the peaks were reset. 0 on a CPU, and where blocks
     are kept whole or segments expand: the allocator could free the difference."""
-    if device.type != "cuda" or _blocks_are_whole or any(s["is_expandable"] for s in torch.cuda.memory_snapshot()):
+    if device.type != "cuda" or _blocks_are_whole() or any(s["is_expandable"] for s in torch.cuda.memory_snapshot()):
         return 0
     stats = torch.cuda.memory_stats(device)
     return stats["reserved_bytes.all.peak"] - stats["requested_bytes.all.peak"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -60,8 +61,8 @@ def _most_groups(call: LayerCall, length: int, tokens: int, device: torch.device
     """Return the most groups of heads that the backward of a layer's attention can be divided into."""
     for groups in _GROUPS:
         said: list[str] = []
-        with alone(call, length, device) as (fn, args, inputs, trained):
-            bench = Bench(call.layer, fn, args, [*inputs, *trained], device, attention, said.append, Tiling())
+        with alone(call, length, device) as (fn, args, inputs, trained), closing(Tiling()) as tiling:
+            bench = Bench(call.layer, fn, args, [*inputs, *trained], device, attention, said.append, tiling)
             try:
                 bench.backward(bench.forward(_placed(Tiles(tokens, groups))))
             finally:
@@ -75,8 +76,7 @@ def _measure(
     call: LayerCall, length: int, tiles: Tiles, groups: int, device: torch.device, attention: str | None, gathered: int
 ) -> tuple[TileSample, int]:
     """Return a sample, and the bytes that the layer keeps if no GEMM output is stored."""
-    with alone(call, length, device) as (fn, args, inputs, trained):
-        tiling = Tiling()
+    with alone(call, length, device) as (fn, args, inputs, trained), closing(Tiling()) as tiling:
         bench = Bench(call.layer, fn, args, [*inputs, *trained], device, attention, tiler=tiling)
         try:
             _run(bench, _placed(tiles), lambda: None)  # analysed, and warm

@@ -68,9 +68,15 @@ class ModulePatches:
 
         return Compilers()
 
-    def forward(self, module: nn.Module, run: Callable[..., Any]) -> None:
-        """Have every forward of a module come to ``run(forward, *args, **kwargs)``."""
-        self._set(module, "forward", Patched(functools.partial(run, module.forward), module.forward))
+    def forward(self, module: nn.Module, run: Callable[..., Any]) -> Callable[[], None]:
+        """Have every forward of a module come to ``run(forward, *args, **kwargs)``; return what undoes this alone."""
+        restore = self._set(module, "forward", Patched(functools.partial(run, module.forward), module.forward))
+
+        def undo() -> None:
+            self._undo.remove(restore)
+            restore()
+
+        return undo
 
     def model(self, model: nn.Module, run: Callable[..., Any]) -> None:
         """Have Hugging Face models in it know that they are checkpointed: else they fill a cache with the keys and values of all
@@ -121,8 +127,8 @@ class ModulePatches:
         self._set(module, "_gradient_checkpointing_func", function)
         self._through_us[module] = function
 
-    def _set(self, module: nn.Module, name: str, value: Any) -> None:
-        """Set an instance attribute so that what was there can be put back."""
+    def _set(self, module: nn.Module, name: str, value: Any) -> Callable[[], None]:
+        """Set an instance attribute so that what was there can be put back; return what does so."""
         before = module.__dict__.get(name, _MISSING)
         where = weakref.ref(module)
         setattr(module, name, value)
@@ -137,6 +143,7 @@ class ModulePatches:
                 setattr(target, name, before)
 
         self._undo.append(restore)
+        return restore
 
 
 class _WithGrad:

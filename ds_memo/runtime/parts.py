@@ -114,6 +114,8 @@ class Parts:
         budget = self.drives.budget if self.drives else 0
         self.policy = PlacementPolicy(config, self.layers, self.slab.budget, self.warn, budget)
         self.tiling = Tiling(self.policy.tiles) if config.may_tile else None
+        if self.tiling is not None:
+            undo_with(self.tiling.close)
         observers = (*ties.observers, self.addresses)
         self.remat = Remat(self.engine, self.policy, self.warn, config.attention, observers, self.tiling, self.addresses.aside)
         self.tuner = None

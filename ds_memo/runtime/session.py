@@ -14,11 +14,13 @@ from torch import nn
 from ds_memo.config import MemoConfig
 from ds_memo.errors import MemoError
 from ds_memo.hf.attention import catch_attention, keep_unobserved_attention, use_one_op
-from ds_memo.logits.head import LazyHead, output_heads
+from ds_memo.logits.head import LazyHead
 from ds_memo.memory.device import device_usage
 from ds_memo.remat.checkpoint import Layer
+from ds_memo.remat.diagnostics import within_compiled
 from ds_memo.remat.modes import inside_a_layer
 from ds_memo.runtime import active_forward, conflicts
+from ds_memo.runtime.lazy_heads import LazyHeads
 from ds_memo.runtime.module_patches import Patched, nothing
 from ds_memo.runtime.parts import EngineTies, Parts
 from ds_memo.runtime.passes import Passes
@@ -57,9 +59,9 @@ class Session(Parts):
         for layer, (_, module) in zip(self.layers, layers, strict=True):
             self.patches.layer(module, functools.partial(self.remat.run, layer))
         if self.config.may_tile:
-            catch_attention()
+            catch_attention(self.patches.undo_with)
         self.patches.model(model, self.run)
-        keep_unobserved_attention()
+        keep_unobserved_attention(self.patches.undo_with)
         if self.config.attention != "eager":
             use_one_op(model, self.eager_attention, self.warn, self.patches.undo_with)
         for name, module in layers[:1]:
@@ -71,9 +73,8 @@ class Session(Parts):
     def _make_logits_lazy(self, model: nn.Module) -> None:
         usage, given = device_usage(self.engine.device), self.config.device_memory_gib
         device_bytes = int(given * GIB) if given else usage["total"] if usage else sys.maxsize
-        for head in output_heads(model):
-            self.heads.append(LazyHead(head, device_bytes, self.warn))
-            self.patches.forward(head, self.heads[-1])
+        lazy = LazyHeads(model, self.heads, self.patches, lambda head: LazyHead(head, device_bytes, self.warn))
+        self.patches.before_forward(within_compiled(model), lazy.find)
 
     def heads_of_modules(self) -> list[nn.Module]:
         """Return the output heads with modules inside (LoRA's), which ZeRO-3 must gather at once: tiles call them."""

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from ds_memo.errors import MemoError
+from ds_memo.remat.shared_changes import Undo, for_good, need
 from ds_memo.remat.undo import changed
 from ds_memo.sequence import exchange
 from ds_memo.sequence.carry import Carry
@@ -28,6 +29,8 @@ from ds_memo.sequence.parts import Parts, parts_of
 
 _MODELS = "transformers.models."
 _METHODS = ("_rnn_scan",)
+_FUNCTIONS = {*SCANS, *CONVOLUTIONS, *FUSED}
+_OURS = "_ds_memo_caught"
 CAUGHT: Counter[str] = Counter()
 """How often each function ran on parts, in this process."""
 
@@ -60,23 +63,27 @@ def catch_mixers(decoder: nn.Module) -> list[nn.Module]:
     found = []
     for module in decoder.modules():
         if type(module).__name__ in WHOLE:
-            _hook(module, _enter_whole, _leave_whole, with_kwargs=True)
+            _hook(module, _enter_whole, _leave_whole, for_good, with_kwargs=True)
         elif isinstance(module, nn.Conv1d) and module.kernel_size[0] > 1:
-            _hook(module, _enter_convolution, _leave_convolution)
-        elif any([_catch(cls) for cls in type(module).__mro__]):
-            _hook(module, _enter, _leave)
+            _hook(module, _enter_convolution, _leave_convolution, for_good)
+        elif any([_catch(cls, for_good) for cls in type(module).__mro__]):
+            _hook(module, _enter, _leave, for_good)
         else:
             continue
         found.append(module)
     return found
 
 
-def calls_mixers(layer: nn.Module) -> bool:
-    """Catch the functions that a layer's classes call, and hook its causal convolutions; return whether there are any."""
+def calls_mixers(layer: nn.Module, undo_with: Callable[[Undo], Any] = for_good) -> bool:
+    """Catch the functions that a layer's classes call, and hook its causal convolutions; return whether there are any.
+
+    Args:
+        undo_with: is given what puts all of it back, unless another model still needs it.
+    """
     convolutions = [part for part in layer.modules() if isinstance(part, nn.Conv1d) and 0 < _reach(part) == part.padding[0]]
     for module in convolutions:
-        _hook(module, _enter_convolution, _leave_convolution)
-    caught = [_catch(cls) for cls in {cls for module in layer.modules() for cls in type(module).__mro__}]
+        _hook(module, _enter_convolution, _leave_convolution, undo_with)
+    caught = [_catch(cls, undo_with) for cls in {cls for module in layer.modules() for cls in type(module).__mro__}]
     return bool(convolutions) or any(caught)
 
 
@@ -100,38 +107,67 @@ def kernels_instead(kernels: Mapping[str, Callable[..., Any]]) -> Iterator[None]
         _INSTEAD.update(before)
 
 
-def _hook(module: nn.Module, enter: Callable[..., Any], leave: Callable[..., Any], with_kwargs: bool = False) -> None:
-    if enter not in module._forward_pre_hooks.values():
-        module.register_forward_pre_hook(enter, with_kwargs=with_kwargs)
-        module.register_forward_hook(leave, always_call=True)
+def _hook(
+    module: nn.Module,
+    enter: Callable[..., Any],
+    leave: Callable[..., Any],
+    undo_with: Callable[[Undo], Any],
+    with_kwargs: bool = False,
+) -> None:
+    def change() -> Undo | None:
+        if enter in module._forward_pre_hooks.values():
+            return None
+        entering = module.register_forward_pre_hook(enter, with_kwargs=with_kwargs)
+        leaving = module.register_forward_hook(leave, always_call=True)
+
+        def undo() -> None:
+            entering.remove()
+            leaving.remove()
+
+        return undo
+
+    need(module, change, undo_with)
 
 
 # ---- functions
 
 
-@functools.cache
-def _catch(cls: type) -> bool:
+def _catch(cls: type, undo_with: Callable[[Undo], Any]) -> bool:
     """Catch what a class's Python file has; return whether its functions call any of it."""
     if not cls.__module__.startswith(_MODELS):
         return False
-    caught = _catch_globals(sys.modules[cls.__module__])
-    for name in _METHODS:
-        if name in vars(cls):
-            setattr(cls, name, _around(name, vars(cls)[name]))
-    called = {name for value in vars(cls).values() for name in _names_in(value)}
-    return not called.isdisjoint({*caught, *_METHODS})
+    source = sys.modules[cls.__module__]
+    for owner in (source, cls):
+        need(owner, functools.partial(_replace, owner), undo_with)
+    return not _called(cls).isdisjoint({*_known(source), *_METHODS})
+
+
+def _replace(owner: types.ModuleType | type) -> Undo | None:
+    """Put caught functions in the place of those that the tables know; return how that is undone, if any was there."""
+    found = {name: vars(owner)[name] for name in _known(owner) if not hasattr(vars(owner)[name], _OURS)}
+    ours = {name: _around(getattr(value, "__name__", name), value) for name, value in found.items()}
+    for name, value in ours.items():
+        setattr(owner, name, value)
+
+    def undo() -> None:
+        for name, value in found.items():
+            if vars(owner).get(name) is ours[name]:
+                setattr(owner, name, value)
+
+    return undo if found else None
+
+
+def _known(owner: types.ModuleType | type) -> list[str]:
+    """Return the names by which a Python file calls functions of the tables, or a class its own methods."""
+    if isinstance(owner, type):
+        return [name for name in _METHODS if name in vars(owner)]
+    return [name for name, value in vars(owner).items() if callable(value) and getattr(value, "__name__", None) in _FUNCTIONS]
 
 
 @functools.cache
-def _catch_globals(source: types.ModuleType) -> frozenset[str]:
-    """Catch the functions that the tables know; return the names by which a Python file calls them."""
-    caught = set()
-    for name, value in list(vars(source).items()):
-        known = getattr(value, "__name__", None)
-        if callable(value) and (known in SCANS or known in CONVOLUTIONS or known in FUSED):
-            setattr(source, name, _around(known, value))
-            caught.add(name)
-    return frozenset(caught)
+def _called(cls: type) -> frozenset[str]:
+    """Return the names that a class's functions mention."""
+    return frozenset(name for value in vars(cls).values() for name in _names_in(value))
 
 
 def _names_in(value: Any) -> Iterator[str]:
@@ -159,6 +195,7 @@ def _around(known: str, function: Callable[..., Any]) -> Callable[..., Any]:
         CAUGHT[known] += 1
         return run(known, inner, args, kwargs, parts)
 
+    setattr(on_parts, _OURS, True)
     return on_parts
 
 

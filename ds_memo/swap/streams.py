@@ -22,11 +22,12 @@ from ds_memo.swap.stream_protocol import COMPUTE, D2H, H2D, Streams
 
 
 def streams_for(device: torch.device) -> Streams:
-    if device.type == "cuda":
+    if device.type == "cuda" and torch.version.hip is None:
         return CudaStreams(device)
     if device.type in ("cpu", "meta"):
         return ThreadStreams()
-    raise MemoError(f"ds_memo swaps on cuda and cpu devices; the layers are on {device}")
+    rocm = f" of ROCm {torch.version.hip}, where nothing was tried" if device.type == "cuda" else ""
+    raise MemoError(f"ds_memo swaps on cuda and cpu devices; the layers are on {device}{rocm}")
 
 
 def use_device_of(streams: Streams) -> None:

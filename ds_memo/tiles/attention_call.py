@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_is_leaf, tree_unflatten
 
 from ds_memo.remat.checkpoint import CannotTile
+from ds_memo.remat.shared_changes import Undo, for_good, need
 from ds_memo.remat.undo import Undoing
 from ds_memo.spans import Span
 from ds_memo.tiles.slices import new_whole, part
@@ -190,13 +191,21 @@ class _CatchSdpa(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-@functools.cache
-def catch_from(table: Any) -> None:
+def catch_from(table: Any, undo_with: Callable[[Undo], Any] = for_good) -> None:
     """Have a class of tables of attention functions (Transformers') give tiles functions that are caught.
 
     Elsewhere nothing changes.
+
+    Args:
+        undo_with: is given what puts it back, unless another model still needs it.
     """
-    lookup = table.__getitem__
+    need(table, functools.partial(_catch_from, table), undo_with)
+
+
+def _catch_from(table: Any) -> Undo | None:
+    lookup, own = table.__getitem__, vars(table).get("__getitem__")
+    if hasattr(lookup, "_ds_memo"):
+        return None
 
     def __getitem__(self: Any, name: str) -> Any:
         function = lookup(self, name)
@@ -204,7 +213,17 @@ def catch_from(table: Any) -> None:
             return function
         return lambda *args, **kwargs: _caught(function, args, kwargs)
 
+    def undo() -> None:
+        if vars(table).get("__getitem__") is not __getitem__:
+            return
+        if own is None:
+            del table.__getitem__
+        else:
+            table.__getitem__ = own
+
+    __getitem__._ds_memo = True  # type: ignore[attr-defined]
     table.__getitem__ = __getitem__
+    return undo
 
 
 class Gathered:

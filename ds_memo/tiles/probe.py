@@ -23,6 +23,7 @@ from torch import nn
 
 from ds_memo.remat.layer_state import unchanged
 from ds_memo.remat.random_states import forked, own_states
+from ds_memo.remat.shared_changes import Undo, for_good
 from ds_memo.remat.tensors import tensor_leaves
 from ds_memo.remat.undo import Undoing
 from ds_memo.sequence.catch_mixers import calls_mixers, carrying
@@ -56,17 +57,24 @@ _SCALE = 0.1
 """Standard deviation of the hidden states. Much larger ones would hide what a layer adds to them."""
 
 
-def probe(module: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Shapes:
+def probe(
+    module: nn.Module,
+    forward: Callable[..., Any],
+    args: tuple,
+    kwargs: dict[str, Any],
+    undo_with: Callable[[Undo], Any] = for_good,
+) -> Shapes:
     """Check a layer class on some tokens: if it can be cut at attention, and, if it calls none, as a chain of tiles.
 
     Args:
         forward: the layer's own.
         args, kwargs: of the call.
+        undo_with: see :func:`calls_mixers`.
 
     Raises:
         CannotTile: with the reason.
     """
-    mixes = calls_mixers(module)
+    mixes = calls_mixers(module, undo_with)
     try:
         return _probe(module, forward, args, kwargs, mixes, chained=False)
     except NoAttention as reason:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +25,7 @@ from ds_memo.remat.checkpoint import CannotTile, Layer, Remat
 from ds_memo.remat.gathered_params import gathered
 from ds_memo.remat.modes import running_tiles
 from ds_memo.remat.random_states import own_states, set_states
+from ds_memo.remat.shared_changes import Undo
 from ds_memo.remat.undo import Undoing
 from ds_memo.sequence.parts import PARTS
 from ds_memo.spans import number_of_spans, spans
@@ -51,6 +53,11 @@ class Tiling:
         self._layers: weakref.WeakKeyDictionary[nn.Module, Verdicts] = weakref.WeakKeyDictionary()
         self._refusals: dict[str, str] = {}
         """Why a layer's latest call that could not be tiled could not, by the layer's name."""
+        self._caught = ExitStack()
+
+    def close(self) -> None:
+        """Put back what was caught in the model and in Transformers."""
+        self._caught.close()
 
     def report(self) -> dict[str, Any] | None:
         """Return what ``report()["tiles"]`` shows; None: no layer was asked to run in tiles."""
@@ -83,7 +90,7 @@ class Tiling:
             return None
         verdicts = self._layers.get(call.module)
         if verdicts is None:
-            verdicts = self._layers[call.module] = Verdicts(layer, call.module)
+            verdicts = self._layers[call.module] = Verdicts(layer, call.module, self._caught.callback)
         if verdicts.refused:
             return None
         if not verdicts.are_as_long(hidden):
@@ -153,8 +160,9 @@ class Tiling:
 class Verdicts:
     """Verdicts on a layer's calls in tiles, by signature. Ranks that exchange tensors inside the layer have the same."""
 
-    def __init__(self, layer: Layer, module: nn.Module) -> None:
+    def __init__(self, layer: Layer, module: nn.Module, undo_with: Callable[[Undo], Any]) -> None:
         self._layer = layer
+        self._undo_with = undo_with
         self.tiled: dict[Any, TiledLayer | None] = {}
         """None: such a call is neither token-wise parts around one attention call, nor a chain of tiles."""
         self.refused = False
@@ -186,7 +194,7 @@ class Verdicts:
         shapes = None
         try:
             with gathered(call.module):  # where Transformers (to 5.17) asks for a checkpoint outside of the layer's hooks
-                shapes = probe(call.module, call.forward, call.args, call.kwargs)
+                shapes = probe(call.module, call.forward, call.args, call.kwargs, self._undo_with)
         except CannotTile as reason:
             why = str(reason)
         self.agree(why, sure)

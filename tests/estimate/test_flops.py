@@ -2,7 +2,7 @@
 
 import pytest
 
-from ds_memo.estimate.hardware import mfu, peak_flops
+from ds_memo.estimate.hardware import mfu, named, peak_flops
 from ds_memo.hf.model_flops import sequence_flops
 from tests.estimate.gpt import gpt_parameters
 
@@ -31,6 +31,7 @@ def test_the_papers_table_agrees_with_its_formula(seq_k, percent, tgs):
         ("NVIDIA A800-SXM4-80GB", 312e12),
         ("NVIDIA A100-PCIE-40GB", 312e12),
         ("NVIDIA B200", 2250e12),
+        ("NVIDIA A100-SXM4-80GB MIG 3g.40gb", None),
         ("NVIDIA H20", None),
         ("NVIDIA GeForce RTX 4090", None),
         ("Intel(R) Xeon(R)", None),
@@ -39,3 +40,4 @@ def test_the_papers_table_agrees_with_its_formula(seq_k, percent, tgs):
 )
 def test_peaks(device, peak):
     assert peak_flops(device) == peak
+    assert "MIG" not in device or named(device) is None

@@ -11,8 +11,26 @@ import torch.nn.functional as F
 from torch import nn
 
 from ds_memo.logits import head
+from ds_memo.logits.head_bytes import head_bytes
 from tests.everyday import everyday
-from tests.logits.rig import EXACT, IDS, LABELS, SINGLE, attached, causal, compare, lazy_calls, logits_of, lora, step, with_labels
+from tests.logits.rig import (
+    EXACT,
+    HIDDEN,
+    IDS,
+    LABELS,
+    SINGLE,
+    TILE,
+    VOCAB,
+    Witness,
+    attached,
+    causal,
+    compare,
+    lazy_calls,
+    logits_of,
+    lora,
+    step,
+    with_labels,
+)
 from tests.models import assert_same_grads
 
 MAMBA = {"mamba_d_ssm": 16, "mamba_n_heads": 4, "mamba_d_head": 4, "mamba_n_groups": 1, "mamba_d_state": 4}
@@ -81,6 +99,52 @@ def test_adapters(name: str) -> None:
     model = lora(causal(), **ADAPTERS[name])
     compare(model, with_labels, SINGLE)
     compare(model, own_loss)
+
+
+def wider(model: nn.Module) -> nn.Module:
+    model.resize_token_embeddings(VOCAB + 31, mean_resizing=False)
+    return model.double()
+
+
+def tied(model: nn.Module) -> None:
+    model.config.tie_word_embeddings = True
+    model.lm_head.weight = model.model.embed_tokens.weight
+    model.tie_weights()
+
+
+LATER: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Any]]] = {
+    "resized": (lambda: wider(causal()), lambda model: model.resize_token_embeddings(VOCAB)),
+    "resized, tied": (lambda: wider(causal(tie_word_embeddings=True)), lambda model: model.resize_token_embeddings(VOCAB)),
+    "set": (causal, lambda model: model.set_output_embeddings(nn.Linear(HIDDEN, VOCAB).double())),
+    "another weight": (
+        lambda: wider(causal()),
+        lambda model: setattr(model.lm_head, "weight", nn.Parameter(torch.rand(VOCAB, HIDDEN).double())),
+    ),
+    "tied": (causal, tied),
+    "LoRA": (causal, lambda model: lora(model, target_modules=["q_proj", "lm_head"])),
+    "modules_to_save": (causal, lambda model: lora(model, target_modules=["q_proj"], modules_to_save=["lm_head"])),
+}
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_a_head_that_changes_while_attached(name: str) -> None:
+    make, change = LATER[name]
+    model = make()
+    former = model.lm_head
+    with attached(model) as handle:
+        step(model, own_loss)
+        changed = change(model)
+        whole = changed if name in ("LoRA", "modules_to_save") else model
+        model.zero_grad()
+        with Witness() as witness:
+            got = step(whole, own_loss)
+        (head,) = handle._session.heads
+        assert head.module() is model.get_output_embeddings() and head.lazy_calls and witness.rows <= TILE
+        assert head.bytes == head_bytes(TILE, VOCAB, HIDDEN, sum(each.numel() for each in head.module().parameters()), 8)
+        assert ("forward" in vars(former)) is (former is head.module())
+    model.zero_grad()
+    assert_same_grads(got, step(whole, own_loss), EXACT)
+    assert "forward" not in {**vars(former), **vars(head.module())}
 
 
 def test_dropout_in_the_head_is_stock_until_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,7 +51,7 @@ REFUSED: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "other strides": (lambda y: y.transpose_(0, 1), "transpose_ of lazy logits, which take no other memory"),
     "another memory": (
         lambda y: setattr(y, "data", torch.ones(y.shape)),
-        "data of lazy logits, which cannot take another memory",
+        "data of lazy logits, which take no other",
     ),
     "marked as changed": (lambda y: Dirty.apply(y).sum(), "marked lazy logits as changed"),
 }

@@ -86,15 +86,17 @@ def test_segments_that_expand_lose_nothing(monkeypatch):
 @pytest.fixture
 def settings(monkeypatch):
     """Record the settings that torch's allocator gets."""
-    given = []
-    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", given.append)
-    monkeypatch.setattr(device_memory, "_blocks_are_whole", False)
+    given, make = [], torch._C._accelerator_setAllocatorSettings
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", lambda made: (given.append(made), make(made)))
     monkeypatch.setattr(device_memory, "_asked", False)
+    monkeypatch.setattr(device_memory, "_given", "")
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "memory_snapshot", list)
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
-    return given
+    make("")
+    yield given
+    make("")
 
 
 def test_blocks_that_are_kept_whole_lose_nothing(settings, monkeypatch):
@@ -112,7 +114,26 @@ def test_settings_of_the_users_own_stay(settings, monkeypatch, name):
     keep_blocks_whole(CUDA, True)
     monkeypatch.delenv(name)
     keep_blocks_whole(CPU, True)
-    assert settings == [] and not device_memory._blocks_are_whole
+    assert settings == [] and not device_memory._blocks_are_whole()
+
+
+@pytest.mark.parametrize("own, added", [
+    ("garbage_collection_threshold:0.8", True), ("roundup_power2_divisions:[64:8,256:4],expandable_segments:False", True),
+    ("max_split_size_mb:512", False), ("max_split_size_mb:32", False),
+])  # fmt: skip
+def test_settings_that_are_made_at_run_time_stay(settings, own, added):
+    """PyTorch drops all that a new text lacks."""
+    now = torch._C._accelerator_getAllocatorSettings
+    torch._C._accelerator_setAllocatorSettings(own)
+    keep_blocks_whole(CUDA, True)
+    assert now() == (f"{own},max_split_size_mb:32" if added else own) and device_memory._blocks_are_whole() is ("mb:32" in now())
+    keep_blocks_whole(CUDA, False)
+    assert now() == own
+    keep_blocks_whole(CUDA, True)
+    torch._C._accelerator_setAllocatorSettings(own)  # in between, too
+    assert device_memory._blocks_are_whole() is ("mb:32" in own)
+    keep_blocks_whole(CUDA, False)
+    assert now() == own
 
 
 @pytest.mark.parametrize("mib, blocks, split", [(96, 2, True), (96, 1, False), (20, 2, False)])
@@ -123,14 +144,14 @@ def test_where_a_large_block_is_split_already(settings, monkeypatch, mib, blocks
     segments = [{"address": 0, "total_size": n << 20, "blocks": [0] * held} for n, held in ((64, 1), (mib, blocks))]
     monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
     keep_blocks_whole(CUDA, True)
-    assert bool(settings) is not split and device_memory._blocks_are_whole is not split
+    assert bool(settings) is not split and device_memory._blocks_are_whole() is not split
     assert bool(flushes) is split
     segments.clear()
     keep_blocks_whole(CUDA, True)  # asked once
-    assert device_memory._blocks_are_whole is not split
+    assert device_memory._blocks_are_whole() is not split
     keep_blocks_whole(CUDA, False)
     keep_blocks_whole(CUDA, True)
-    assert device_memory._blocks_are_whole
+    assert device_memory._blocks_are_whole()
 
 
 def test_without_a_context_nothing_is_split_and_none_is_made(settings, monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import sys
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from ds_memo.solve.run_costs import LayerCosts
 from tests import architectures
 from tests.placements import swapped_at
 from tests.profile.samples import make_profile, make_sample
+from tests.runtime.traces import fingerprint
 from tests.tiles.rig import small
 
 CPU = torch.device("cpu")
@@ -49,6 +51,17 @@ def call() -> LayerCall:
 @pytest.fixture(scope="module")
 def samples(call: LayerCall) -> tuple[TileSample, ...]:
     return measure_in_tiles(call, (256, 512), CPU)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_hybrid_is_left_as_it_was() -> None:
+    layer = architectures.build("lfm2", layer_types=["conv", "full_attention"] * 2).model.layers[0]
+    x = torch.randn(1, LONGEST, architectures.HIDDEN, requires_grad=True)
+    call = LayerCall(Layer(0, "layer 0", layer), layer.forward, (x,), {"attention_mask": None})
+    source = sys.modules[type(layer).__module__]
+    before = fingerprint(layer), dict(vars(source))
+    measure_in_tiles(call, (64, 128), CPU)
+    assert (fingerprint(layer), dict(vars(source))) == before
 
 
 def whole(tokens: int) -> LayerCosts:

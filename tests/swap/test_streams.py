@@ -98,6 +98,13 @@ def test_a_device_without_streams_is_refused():
         streams_for(torch.device("xpu"))
 
 
+def test_rocm_is_refused(monkeypatch):
+    """Its devices are called cuda, too."""
+    monkeypatch.setattr(torch.version, "hip", "7.0.2")
+    with pytest.raises(MemoError, match=r"the layers are on cuda:0 of ROCm 7\.0\.2"):
+        streams_for(torch.device("cuda", 0))
+
+
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_copy_waits_for_a_busy_compute_stream():

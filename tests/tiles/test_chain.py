@@ -27,6 +27,7 @@ from tests import architectures
 from tests.everyday import everyday
 from tests.faults import put_in
 from tests.models import FP32, Different, poisoned_memory
+from tests.runtime.traces import fingerprint
 from tests.sequence.float64 import float64
 from tests.tiles.rig import assert_within, attached, layers_of
 
@@ -220,6 +221,27 @@ def test_what_is_of_all_tokens_is_refused(argument: str) -> None:
     query, g = torch.randn(3, 1, 8, 2, 4), torch.randn(2, 1, 8, 2)
     with carrying(None), pytest.raises(CannotTile, match=f"its torch_chunk_gated_delta_rule gets {argument}"):
         rule(*query, *g, **{argument: torch.zeros(1, 8)})
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_detach_puts_hooks_and_functions_back() -> None:
+    """The second of two models goes on in tiles."""
+    model, other = build("lfm2"), build("lfm2")
+    source = importlib.import_module(type(model).__module__)
+    table = importlib.import_module("transformers.modeling_utils").AttentionInterface
+    before = fingerprint(model), fingerprint(other), dict(vars(source)), dict(vars(table))
+    loss, want = step(other, BATCH)
+    with attached(other, quiet=True) as goes_on:
+        with attached(model, quiet=True) as handle:
+            step(model, BATCH)
+            assert_was_tiled(handle.report())
+            assert fingerprint(model) != before[0] and dict(vars(source)) != before[2]
+        assert fingerprint(model) == before[0]
+        found, got = step(other, BATCH)
+        assert abs(found - loss) <= FP32 * abs(loss)
+        assert_within(got, want)
+        assert_was_tiled(goes_on.report())
+    assert (fingerprint(model), fingerprint(other), dict(vars(source)), dict(vars(table))) == before
 
 
 # ---- evaluation

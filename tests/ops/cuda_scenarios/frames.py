@@ -44,12 +44,12 @@ def split_blocks_are_joined() -> None:
     unmoved = elsewhere.data_ptr()
     assert all(0 <= piece.data_ptr() - block < 96 * MIB for piece in pieces)
     keep_blocks_whole(DEVICE, True)
-    assert not device_memory._blocks_are_whole  # they could not be
+    assert not device_memory._blocks_are_whole()  # they could not be
     keep_blocks_whole(DEVICE, False)
     join_split_blocks(DEVICE, [*pieces, part, elsewhere, torch.empty(2), torch.empty(0, device=DEVICE)])
     keep_blocks_whole(DEVICE, True)
     try:
-        assert device_memory._blocks_are_whole and elsewhere.data_ptr() == unmoved
+        assert device_memory._blocks_are_whole() and elsewhere.data_ptr() == unmoved
         assert all(holds(piece, value) for value, piece in enumerate(pieces)) and holds(part, 1)
         assert part.data_ptr() == pieces[1].data_ptr() + 7
     finally:
@@ -146,7 +146,7 @@ def attaching_joins_split_blocks() -> None:
     handle = ds_memo.attach(model, {"alpha": 0.0, "resident_layers": 0, "host_memory_gib": 1}, layers=["0", "1", "2"])
     keep_blocks_whole(DEVICE, True)
     try:
-        assert device_memory._blocks_are_whole
+        assert device_memory._blocks_are_whole()
     finally:
         keep_blocks_whole(DEVICE, False)
         handle.detach()
