@@ -222,6 +222,8 @@ def on_heads(name: str, call: Call, how: Scan, parts: Parts, run: Callable[[dict
     given = [argument for argument in how.arguments if call.values.get(argument) is not None]  # in one order on all ranks
     values = call.values | {argument: _share(call.values[argument], how.arguments[argument], owned, parts) for argument in given}
     states = run(values, parts) if owned[parts.ranks.number] else _nothing(values, how)
+    if not all(owned):  # a rank without heads does not know the dtype: kernels return the lead's, functions in PyTorch may not
+        states = states.to(lead.dtype)
     states = parts.by_rank(states.movedim((where.tokens, where.heads), (1, 2)), 1)
     states = exchange.to_tokens(states, [len(heads) for heads in owned], parts.ranks.group)
     states = states.movedim((1, 2), (where.tokens, where.heads))
