@@ -5,7 +5,6 @@ In a replay each runs again, on all ranks alike.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ds_memo.sequence.cache import cache_tensors
 from ds_memo.sequence.parts import Parts, Pieces
 
 Owned = Sequence[Sequence[int]]
@@ -40,7 +40,7 @@ def to_heads(x: torch.Tensor, owned: Owned, group: dist.ProcessGroup) -> torch.T
     return _Exchange.apply(x, True, counts, group)
 
 
-@functools.lru_cache(maxsize=256)
+@cache_tensors(256)
 def index(numbers: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """Return an index tensor; the same one each time, so that no layer call copies it to the device."""
     return torch.tensor(numbers, device=device)
