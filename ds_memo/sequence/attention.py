@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import nn
 
 from ds_memo.errors import MemoError
+from ds_memo.remat.autocast import cast, without_autocast
 from ds_memo.sequence import kernels
-from ds_memo.sequence.autocast import cast, without_autocast
 from ds_memo.sequence.exchange import blocks, shared_by, to_heads, to_tokens
 from ds_memo.sequence.masks import Mask, Plan, plan
 from ds_memo.sequence.parts import Parts
