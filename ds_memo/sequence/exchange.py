@@ -100,7 +100,7 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
         out = x.new_empty(dist.get_world_size(group) * x.shape[0], *x.shape[1:])
-        dist.all_gather(list(out.chunk(dist.get_world_size(group))), x.contiguous(), group=group)
+        dist.all_gather_into_tensor(out, x.contiguous(), group=group)  # all_gather makes a copy of all parts under NCCL
         return out
 
     @staticmethod
