@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch.library import _scoped_library
+from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
@@ -319,10 +320,11 @@ def sdpa_by(kernel: str) -> Callable[..., torch.Tensor]:
         if bias is not None and bias.dtype is torch.bool:
             bias = torch.zeros_like(bias, dtype=q.dtype).masked_fill_(bias.logical_not(), -math.inf)
         needs_lse = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-        if kernel == "flash" or (kernel == "cudnn" and not torch.backends.cuda.cudnn_sdp_enabled()):
+        taken = taken_of(kernel, bias)
+        if taken == "flash":
             assert bias is None, "flash takes no mask"
             return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, scale=scale)[0]
-        if kernel == "cudnn":
+        if taken == "cudnn":
             bias = None if bias is None else bias.expand(*q.shape[:3], k.shape[2])
             return aten._scaled_dot_product_cudnn_attention(q, k, v, bias, needs_lse, dropout_p, is_causal, scale=scale)[0]
         if enable_gqa:
@@ -333,6 +335,22 @@ def sdpa_by(kernel: str) -> Callable[..., torch.Tensor]:
         return aten._scaled_dot_product_efficient_attention(q, k, v, bias, needs_lse, dropout_p, is_causal, scale=scale)[0]
 
     return sdpa
+
+
+def choice_of(kernel: str) -> Callable[..., int]:
+    """Return _fused_sdp_choice."""
+
+    def choice(q, k, v, attn_mask=None, *args: Any, **kwargs: Any) -> int:
+        return int(getattr(SDPBackend, f"{taken_of(kernel, attn_mask).upper()}_ATTENTION").value)
+
+    return choice
+
+
+def taken_of(kernel: str, bias: torch.Tensor | None) -> str:
+    """Return the kernel that takes a call: where cuDNN is off, flash, which takes no mask, or the efficient one."""
+    if kernel != "cudnn" or torch.backends.cuda.cudnn_sdp_enabled():
+        return kernel
+    return "flash" if bias is None else "efficient"
 
 
 def packed_by(kernel: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cum: torch.Tensor, dropout: float) -> torch.Tensor:
@@ -362,4 +380,6 @@ def cuda_kernels(kernel: str, **changed: Callable[..., Any]) -> Iterator[list[st
             library.impl(name, below_modes(name, function), "CPU", allow_override=True)
         for key in ("AutogradCPU", "CPU"):
             library.impl("scaled_dot_product_attention", sdpa_by(kernel), key, allow_override=True)
+        for key in ("Meta", "CPU"):
+            library.impl("_fused_sdp_choice", choice_of(kernel), key, allow_override=True)
         yield ran

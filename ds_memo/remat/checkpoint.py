@@ -12,16 +12,17 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
-from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, _sdpa_kernel
+from torch.nn.attention import SDPBackend
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import _checkpoint_without_reentrant_generator, _StopRecomputationError
 
 from ds_memo.errors import MemoError
 from ds_memo.layer_observer import LayerObserver
 from ds_memo.placement import FULL_RECOMPUTE, Placement, PlacementKind
+from ds_memo.remat import cudnn
 from ds_memo.remat.analyse import Analyse
 from ds_memo.remat.call import Call, Work
-from ds_memo.remat.diagnostics import CUDNN_ELEMENTS, diagnose
+from ds_memo.remat.diagnostics import diagnose, has_compiled
 from ds_memo.remat.inputs import DeviceInput, Lifted, analysing_pack, lift_keywords, recording_pack, unpack
 from ds_memo.remat.layer_state import TOO_LARGE, LayerState, tensors_of
 from ds_memo.remat.modes import inside_a_checkpoint, inside_a_layer, keep_dynamo_out, under_a_checkpoint
@@ -31,7 +32,7 @@ from ds_memo.remat.record import Record
 from ds_memo.remat.replay import Replay
 from ds_memo.remat.same_again import Samples
 from ds_memo.remat.tensors import tensor_leaves
-from ds_memo.remat.undo import Undoing, changed, stacks_restored
+from ds_memo.remat.undo import changed, stacks_restored
 from ds_memo.swap.engine import SwapEngine
 from ds_memo.swap.frame import Frame
 
@@ -41,7 +42,6 @@ _TIMES_ALIKE = 3
 """Such analyses in a row that found nothing new, after which the layer's recipes are followed once more."""
 UNCOMPILED = "it {}, so it runs uncompiled, with the same memory and results"
 SDPA = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
-NOT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 LayerRun = Callable[["Layer", Callable[..., Any], tuple, dict[str, Any]], Any]
@@ -274,9 +274,8 @@ class Remat:
                 with suppress(CannotTile):
                     return self._observed(layer, tiled)
         lifted = lift_keywords(fn, args, kwargs)
-        if self._sdpa is not None:
-            fn, replay = (functools.partial(self.with_kernel, layer, run) for run in (lifted.fn, lifted.replay))
-            lifted = lifted._replace(fn=fn, replay=replay)
+        fn, replay = (functools.partial(self.with_kernel, layer, run) for run in (lifted.fn, lifted.replay))
+        lifted = lifted._replace(fn=fn, replay=replay)
         if not (recomputes or placement.empty_frame):
             return lifted.fn(*lifted.args)
         if recomputes:
@@ -423,22 +422,18 @@ class Remat:
         """Call ``fn(*args)`` with the attention kernel that memo.attention names.
 
         Args:
-            elements: of attention's largest tensor, if they are known. Past CUDNN_ELEMENTS it is not cuDNN's.
+            elements: of attention's largest tensor for all heads, where it runs for some of them.
 
         Raises:
             MemoError: PyTorch has no such kernel for this call.
         """
-        beyond = elements > CUDNN_ELEMENTS and self._sdpa is not SDPBackend.FLASH_ATTENTION
-        if self._sdpa is None and not beyond:
+        if self._sdpa is not SDPBackend.FLASH_ATTENTION and any(map(cudnn.may_concern, args)):
+            module = layer.module()
+            if module is None or not has_compiled(module):  # Dynamo would compile it anew for the mode
+                fn = functools.partial(cudnn.run, fn, functools.partial(self.warn_of, layer), elements)
+        if self._sdpa is None:
             return fn(*args)
-        if beyond:
-            self.warn_of(
-                layer,
-                f"another kernel than cuDNN's runs its attention, which has {elements:,} elements: past {CUDNN_ELEMENTS:,} of "
-                "queries cuDNN's gradients are wrong",
-            )
-        with Undoing(functools.partial(_sdpa_kernel, _cur_sdpa_kernel_backends())):  # what torch.nn.attention.sdpa_kernel does
-            _sdpa_kernel(NOT_CUDNN if beyond else [self._sdpa])
+        with cudnn.by([self._sdpa]):
             try:
                 return fn(*args)
             except RuntimeError as error:

@@ -8,13 +8,11 @@ import torch
 from torch import nn
 
 from ds_memo.remat import op_policy
+from ds_memo.remat.cudnn import CUDNN_ELEMENTS
 from ds_memo.remat.recipe import Gemm, Recipe
 
 MEM_EFFICIENT_TOKENS = 1 << 16
 """Beyond this, that kernel reads its mask and draws its dropout at wrong offsets (pytorch/pytorch issue 187225)."""
-
-CUDNN_ELEMENTS = 1 << 31
-"""Beyond this, cuDNN's gradient of the queries is wrong (9.19 on an H200: benchmarks/gpu/first_large.py)."""
 
 
 def diagnose(module: nn.Module | None, recipe: Recipe) -> Iterator[str]:
@@ -39,8 +37,9 @@ def diagnose(module: nn.Module | None, recipe: Recipe) -> Iterator[str]:
         )
     if recipe.cudnn_elements > CUDNN_ELEMENTS:
         yield (
-            f"cuDNN's gradients are wrong past {CUDNN_ELEMENTS:,} elements of queries, and it has {recipe.cudnn_elements:,}. Set "
-            'memo.attention to "flash", or let it run in tiles'
+            f"cuDNN's attention has {recipe.cudnn_elements:,} elements of queries in one call; its gradients are wrong past "
+            f'2**31, and may be past {CUDNN_ELEMENTS:,}. Set memo.attention to "flash", or leave the layer uncompiled: memo then '
+            "cuts calls of F.scaled_dot_product_attention into groups of heads"
         )
     if module is not None and any(type(part).__module__.startswith("transformer_engine.") for part in module.modules()):
         yield (

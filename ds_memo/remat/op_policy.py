@@ -60,6 +60,7 @@ ATTENTION_NAMES = {
     "flash_attn_3::_flash_attn_forward",  # flash-attn 3 (hopper/flash_attn_interface.py)
     "flash_attn_3::fwd",
     "ds_memo::attention",  # of the meta device (ds_memo/estimate)
+    "ds_memo::cudnn_attention",  # ds_memo/remat/cudnn.py
     "ds_memo::sequence_attention",  # ds_memo/sequence
 }
 """Attention ops by name: they exist only once their package, or that part of torch, is imported."""

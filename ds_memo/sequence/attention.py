@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ds_memo.errors import MemoError
+from ds_memo.remat.autocast import cast, without_autocast
 from ds_memo.sequence import kernels
 from ds_memo.sequence.exchange import blocks, shared_by, to_heads, to_tokens
 from ds_memo.sequence.masks import Mask, Plan, plan
@@ -64,6 +65,7 @@ def attend(
         parts = parts.shortened(query.shape[2])
         mask = mask if mask.table is None else Mask()  # layers of a profile need the work alone
     ranks = parts.ranks
+    query, key, value = cast(query, key, value)
     owned, keys = _shares(query.shape[1], key.shape[1], ranks.ulysses)
     of_each = (query, owned), (key, keys), (value, keys)
     q, k, v = (parts.sorted(to_heads(x.transpose(1, 2), heads, ranks.ulysses_group), 1, of_ring=True) for x, heads in of_each)
@@ -133,7 +135,8 @@ class _Attention(torch.autograd.Function):
         softcap: float,
     ) -> torch.Tensor:
         _plans[id(plan)] = plan
-        out, lse = torch.ops.ds_memo.sequence_attention(q, k, v, sinks, id(plan), scale, softcap)
+        with without_autocast():
+            out, lse = torch.ops.ds_memo.sequence_attention(q, k, v, sinks, id(plan), scale, softcap)
         ctx.save_for_backward(q, k, v, out, lse, sinks)
         ctx.how = plan, scale, softcap
         return out
@@ -142,7 +145,8 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         q, k, v, out, lse, sinks = ctx.saved_tensors
         plan, scale, softcap = ctx.how
-        found = _backward(gradient, q, k, v, out, lse, plan, scale, softcap)
+        with without_autocast():
+            found = _backward(gradient, q, k, v, out, lse, plan, scale, softcap)
         of_sinks = None
         if sinks is not None:
             share = (sinks.to(lse.dtype)[:, None] - lse).exp()

@@ -11,6 +11,8 @@ import torch.nn.functional as F
 
 from ds_memo.errors import MemoError
 
+_IN_ORDER = "Give each rank its part in the order of the ranks, and no token twice (ds_memo.deepspeed.sequence.split does)"
+
 
 class Said(NamedTuple):
     """What a rank tells the others of its part of a batch."""
@@ -63,7 +65,7 @@ def documents_of(said: Sequence[Said]) -> tuple[tuple[int, ...], ...]:
     """Return for each row of whole sequences the first token of each document. Without positions a row is one document.
 
     Raises:
-        MemoError: positions rise by more than one from one part to the next, or there is padding inside a document.
+        MemoError: a part neither goes on with a document of the part before nor begins one, or padding is inside a document.
     """
     for rank, one in enumerate(said):
         if one.gap is not None:
@@ -83,15 +85,23 @@ def documents_of(said: Sequence[Said]) -> tuple[tuple[int, ...], ...]:
             (first, last), borders, turns = (of_rows[row % len(of_rows)] for of_rows in (one.ends, one.borders, one.flips))
             was_padding = len(flips) % 2 == 1
             flips ^= {passed + turn for turn in turns} ^ {passed} if was_padding else {passed + turn for turn in turns}
-            if before is not None and first > before + 1 and not (was_padding or passed in flips):
-                raise MemoError(
-                    f"position_ids of row {row} rise from {before} to {first} between the parts of ranks {rank - 1} and {rank}; "
-                    "expected steps of 1, or a fall where a document begins"
-                )
-            if before is not None and first != before + 1:
+            if before is None:
+                begin, padded = first, 0 in flips
+            elif first != before + 1:
+                repeats = first == before and (passed - 1 in found or 1 in borders)  # as padding may be numbered
+                if not (first in (0, begin) or repeats or was_padding or passed in flips):
+                    raise MemoError(
+                        f"position_ids of row {row} go from {before} to {first} between the parts of ranks {rank - 1} and "
+                        f"{rank}; expected {before + 1}, or 0 where a document begins. {_IN_ORDER}"
+                    )
                 found.add(passed)
             found.update(passed + border for border in borders)
             passed, before = passed + one.length, last if one.ends != ((-1, -1),) else None
+        if before is not None and before + 1 == begin and not padded and sum(one.length > 0 for one in said) > 1:
+            raise MemoError(
+                f"position_ids of row {row} begin with {begin} on the first rank, which follows {before}, with which they end on "
+                f"the last: the parts' order is not that of the ranks. {_IN_ORDER}"
+            )
         _refuse_holes(row, sorted(flips), found, length)
         documents.append(tuple(sorted(found | flips)))
     return tuple(documents)

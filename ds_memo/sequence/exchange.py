@@ -5,7 +5,6 @@ In a replay each runs again, on all ranks alike.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ds_memo.sequence.cache import cache_tensors
 from ds_memo.sequence.parts import Parts, Pieces
 
 Owned = Sequence[Sequence[int]]
@@ -40,7 +40,7 @@ def to_heads(x: torch.Tensor, owned: Owned, group: dist.ProcessGroup) -> torch.T
     return _Exchange.apply(x, True, counts, group)
 
 
-@functools.lru_cache(maxsize=256)
+@cache_tensors(256)
 def index(numbers: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """Return an index tensor; the same one each time, so that no layer call copies it to the device."""
     return torch.tensor(numbers, device=device)
@@ -100,7 +100,7 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
         out = x.new_empty(dist.get_world_size(group) * x.shape[0], *x.shape[1:])
-        dist.all_gather(list(out.chunk(dist.get_world_size(group))), x.contiguous(), group=group)
+        dist.all_gather_into_tensor(out, x.contiguous(), group=group)  # all_gather makes a copy of all parts under NCCL
         return out
 
     @staticmethod

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ds_memo.sequence.cache import cache_tensors
 from ds_memo.sequence.exchange import index
 from ds_memo.sequence.kernel_calls import Borders, Call, Limits, Span, cut, joined, side_by_side, within_windows
 from ds_memo.sequence.masks import Band
@@ -345,7 +346,7 @@ def _mask(call: Call, like: Tensor, unmasked: Sequence[Limits] = UNMASKED) -> Te
     return mask[:, : k1 - k0]
 
 
-@functools.lru_cache(maxsize=128)
+@cache_tensors(128)
 def _sequences(borders: Borders, device: torch.device) -> tuple[Tensor | int, ...]:
     """Return borders on the device, and the longest sequences. Cached: no call copies them to the device."""
     tensors = [torch.tensor(side, dtype=torch.int32, device=device) for side in borders]

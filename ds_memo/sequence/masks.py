@@ -87,7 +87,7 @@ class Plan:
 def plan(parts: Parts, mask: Mask) -> Plan:
     """Return the plan of a mask, worked out once for a forward."""
     known: dict[Any, Plan] = parts.plans if mask.plans is None else mask.plans
-    key: Mask | Parts = mask if mask.plans is None else parts
+    key = (mask.kind, mask.size) if mask.plans is None else parts  # not the mask, whose `dense` holds tensors of a forward
     found = known.get(key)
     if found is None:
         found = known[key] = _plan(parts, mask)

@@ -7,7 +7,6 @@ behind it. The tables at the end of this file say which argument of which functi
 from __future__ import annotations
 
 import bisect
-import functools
 import inspect
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ import torch.nn.functional as F
 
 from ds_memo.errors import MemoError
 from ds_memo.sequence import exchange
+from ds_memo.sequence.cache import cache_tensors
 from ds_memo.sequence.parts import Parts, Pieces
 
 # ---- a call of a caught function
@@ -222,6 +222,8 @@ def on_heads(name: str, call: Call, how: Scan, parts: Parts, run: Callable[[dict
     given = [argument for argument in how.arguments if call.values.get(argument) is not None]  # in one order on all ranks
     values = call.values | {argument: _share(call.values[argument], how.arguments[argument], owned, parts) for argument in given}
     states = run(values, parts) if owned[parts.ranks.number] else _nothing(values, how)
+    if not all(owned):  # a rank without heads does not know the dtype: kernels return the lead's, functions in PyTorch may not
+        states = states.to(lead.dtype)
     states = parts.by_rank(states.movedim((where.tokens, where.heads), (1, 2)), 1)
     states = exchange.to_tokens(states, [len(heads) for heads in owned], parts.ranks.group)
     states = states.movedim((1, 2), (where.tokens, where.heads))
@@ -279,7 +281,7 @@ def _by_documents(call: Call, values: dict[str, Any], how: Scan, parts: Parts) -
     return rows[0] if len(rows) == 1 else torch.cat(rows)
 
 
-@functools.lru_cache(maxsize=16)
+@cache_tensors(16)
 def _borders(documents: tuple[tuple[int, ...], ...], length: int, batch: int, device: torch.device) -> torch.Tensor:
     """Return cu_seqlens of all rows one after another."""
     rows = documents if len(documents) == batch else documents * batch
@@ -287,7 +289,7 @@ def _borders(documents: tuple[tuple[int, ...], ...], length: int, batch: int, de
     return torch.tensor([*starts, batch * length], dtype=torch.int32, device=device)
 
 
-@functools.lru_cache(maxsize=16)
+@cache_tensors(16)
 def _numbers(documents: tuple[tuple[int, ...], ...], length: int, batch: int, device: torch.device) -> torch.Tensor:
     """Return seq_idx: the number of each token's document in its row."""
     rows = torch.zeros(len(documents), length, dtype=torch.int32)

@@ -63,7 +63,8 @@ class Striped(Parts):
 
         For a trained leaf each time: it may come again in the next forward, when the graph from here to it is gone.
         """
-        state = torch.is_grad_enabled(), None if x.is_inference() else x._version
+        mode = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        state = mode, None if x.is_inference() else x._version
         was, found = self._arguments.get(x, (None, x))
         if was != state:
             first = (x.byte() if x.dtype == torch.bool else x).movedim(dim, 0)[None]  # gloo sends no bool

@@ -198,10 +198,12 @@ class TiledAttention:
 
     def _attend(self, gathered: Gathered, leaves: list[Any]) -> torch.Tensor:
         assert gathered.call is not None
-        elements = max((gathered.leaves[index].numel() for index in self._shapes.differentiable), default=0)
-        run = functools.partial(self._remat.with_kernel, self._tiled.layer, gathered.call.run, elements=elements)
+        of_forward = gathered.leaves if len(self._ran_for) == 1 else leaves  # the kernel that the forward took runs backward
+        elements = max((of_forward[index].numel() for index in self._shapes.differentiable), default=0)
+        call = gathered.call
         with running_on(self._tiled.module, self._striped):
-            return self._shapes.result.only_tensor(run(leaves))
+            found = self._remat.with_kernel(self._tiled.layer, lambda *given: call.run([*given]), *leaves, elements=elements)
+        return self._shapes.result.only_tensor(found)
 
     def _settle(self, observed: Observed, result: torch.Tensor, draws: bool) -> AttentionRecipe:
         """Make the recipe of a call that was analysed, and keep this call's tensors by it."""

@@ -233,6 +233,7 @@ class SupplyHeads(Replay):
 
 HEAD_DIMS = {
     "ds_memo::attention": (1, 1),
+    "ds_memo::cudnn_attention": (1, 1),
     "ds_memo::sequence_attention": (2, 1),
     "aten::_scaled_dot_product_flash_attention": (1, 1),
     "aten::_scaled_dot_product_flash_attention_for_cpu": (1, 1),

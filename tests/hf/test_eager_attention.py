@@ -7,6 +7,8 @@ import copy
 import functools
 import pickle
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -115,6 +117,42 @@ def test_in_float64(name: str) -> None:
             want = drive(exact, lengths)
             with attached(exact, tile=23, alpha=0.0):
                 assert_step(drive(exact, lengths), want, 1e-11)
+
+
+@pytest.mark.parametrize("name", everyday(FAMILIES, ["gemma2", "gpt_oss"]))
+@pytest.mark.parametrize("tile", [0, 23])
+def test_under_autocast(name: str, tile: int) -> None:
+    """Weights in float32, as a Trainer's bf16=True has them: gradients are as far from float32's as stock's, or half more."""
+    model = small(name)
+    exact = drive(model, PACKED)
+    with autocast_forward(model):
+        stock = drive(model, PACKED)
+    with attached(model, tile=tile, alpha=0.5) as handle, autocast_forward(model):
+        got = drive(model, PACKED)
+        assert set(handle.report()["eager_attention"].values()) == {"one op"}
+    assert distance(got, exact) <= 1.5 * distance(stock, exact)
+
+
+def test_logits_under_autocast_are_in_the_accumulators_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of a backward that is called under autocast."""
+    dtypes = []
+    put_in(monkeypatch, kernels, "_product", lambda right, *factors: dtypes.append((out := right(*factors)).dtype) or out)
+    model = small("gemma2")
+    with torch.autocast("cpu", torch.bfloat16), attached(model, tile=0, alpha=0.5):
+        drive(model)
+    assert {*dtypes} == {torch.float32}
+
+
+@contextmanager
+def autocast_forward(model: nn.Module) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model, "forward", torch.autocast("cpu", torch.bfloat16)(model.forward))
+        yield
+
+
+def distance(got: Outcome, want: Outcome) -> float:
+    pairs = [(got.grads[key], gradient) for key, gradient in want.grads.items() if gradient is not None]
+    return float(torch.cat([(a - b).flatten() for a, b in pairs]).norm())
 
 
 def eager_layers(name: str) -> nn.ModuleList:

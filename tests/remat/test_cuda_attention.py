@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import ds_memo
-from ds_memo.remat import checkpoint, diagnostics
+from ds_memo.remat import cudnn, diagnostics
 from ds_memo.remat.recipe import Observed
 from ds_memo.remat.replay import Replay
-from tests.attention_kernels import cuda_kernels, packed_by
+from tests.attention_kernels import KERNELS, cuda_kernels, packed_by
 from tests.everyday import everyday
 from tests.faults import put_in
 from tests.models import (
@@ -213,20 +213,79 @@ def test_gradients_in_tiles(name: str, kernel: str, alpha: float, groups: int) -
         assert backwards == 2 * tiled.LAYERS * per_layer, "stock's and ours, in two steps"
 
 
-@pytest.mark.parametrize("elements, kernel", [(1 << 9, "flash"), (1 << 20, "cudnn")])
-def test_cudnn_gets_no_more_than_it_can(monkeypatch: pytest.MonkeyPatch, elements: int, kernel: str) -> None:
-    for module in (checkpoint, diagnostics):
-        monkeypatch.setattr(module, "CUDNN_ELEMENTS", elements)
-    with cuda_kernels("cudnn") as ran:
-        model = tiled.toy()
-        with tiled.attached(model, quiet=True) as handle:
-            drive(model, 0)
-            assert {op for op in ran if op.endswith("_backward")} == {f"_scaled_dot_product_{kernel}_attention_backward"}
-            assert sum("another kernel than cuDNN's" in said for said in handle.report()["warnings"]) == (kernel == "flash")
-        handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 0})
+# ---- sizes and masks with which cuDNN's gradients may be wrong
+
+CUDNN = "_scaled_dot_product_cudnn_attention"
+ALL_HEADS = 2 * 45 * HIDDEN
+"""Elements of queries."""
+ALONE = {"plan": {"enabled": False}}
+WAYS: dict[str, dict[str, Any]] = {
+    "whole": {"alpha": 0.5, "resident_layers": 0, **ALONE},
+    "tiles": tiled.config(alpha=0.5),
+    "groups": tiled.config(alpha=0.5, groups=2),
+    "recomputed": {"ablation": "full_recompute", "tile_tokens": 16, **ALONE},
+}
+
+
+def noting(name: str, sizes: list[int]) -> Callable[..., Any]:
+    """Return cuDNN's stand-in, which notes elements of queries."""
+    position = name.endswith("backward")
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        sizes.append(args[position].numel())
+        return KERNELS[name](*args, **kwargs)
+
+    return kernel
+
+
+def in_way(model: nn.Module, way: str, monkeypatch: pytest.MonkeyPatch, limit: int, drive: Any = drive) -> tuple[list[int], Any]:
+    """Compare gradients with those of one call. Return elements of queries of each call, and the report."""
+    sizes: list[int] = []
+    with cuda_kernels("cudnn", **{name: noting(name, sizes) for name in (CUDNN, f"{CUDNN}_backward")}):
+        want = drive(model, 0)
+        sizes.clear()
+        monkeypatch.setattr(cudnn, "CUDNN_ELEMENTS", limit)
+        with tiled.strict(quiet=True):
+            handle = ds_memo.attach(model, WAYS[way])
+            for _ in range(2):
+                tiled.assert_step(drive(model, 0), want)
+            report = handle.report()
+            handle.detach()
+        return sizes, report
+
+
+@pytest.mark.parametrize("kernel", ["cudnn"])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name, each", [("causal", 4), ("causal", 3), ("grouped", 2), ("grouped", 1), ("llama", 2)])
+def test_cudnn_gets_few_heads_at_a_time(kernel: str, way: str, name: str, each: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four heads, `each` in a call; also with two heads to a key head."""
+    limit = ALL_HEADS * each // HEADS
+    sizes, report = in_way(BUILDS[name](), way, monkeypatch, limit)
+    assert max(sizes) <= limit and sizes and not [said for said in report["warnings"] if "cuDNN" in said]
+
+
+@pytest.mark.parametrize("kernel", ["cudnn"])
+@pytest.mark.parametrize("way", ["whole", "tiles"])
+@pytest.mark.parametrize("why, limit", [("a mask of 64 queries", 1 << 29), ("elements of queries", 1 << 9)])
+def test_another_kernel_than_cudnns(kernel: str, way: str, why: str, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a mask of 64 tokens of 128, and for a head that is too large by itself."""
+    masked = why.startswith("a mask")
+    model = tiled.toy(Masked if masked else Block)
+    batch = Batch.random(2, 64 if masked else 45)
+    sizes, report = in_way(model, way, monkeypatch, limit, lambda model, number: step(model, batch))
+    assert not sizes
+    (said,) = [said for said in report["warnings"] if "another kernel than cuDNN's" in said]
+    assert why in said
+
+
+@pytest.mark.parametrize("kernel", ["cudnn"])
+def test_calls_that_nothing_can_cut(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An op that is called by name."""
+    monkeypatch.setattr(diagnostics, "CUDNN_ELEMENTS", 1 << 9)
+    model = tiled.toy()
+    with cuda_kernels("cudnn"), tiled.attached(model, quiet=True, tile=0) as handle:
         drive(model, 0)
-        assert sum('Set memo.attention to "flash"' in said for said in handle.report()["warnings"]) == (kernel == "flash")
-        handle.detach()
+        assert sum('Set memo.attention to "flash"' in said for said in handle.report()["warnings"]) == 1
 
 
 @pytest.mark.slow

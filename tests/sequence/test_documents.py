@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.attention import flex_attention as torch_flex
 from transformers import masking_utils
@@ -290,7 +291,7 @@ class TestInParts(DistributedTest):
         sequence.set_up(model, 2)
         for first, said in (
             (40, "position_ids of row 1 rise from 39 to 45 at token 8 of rank 1's part; expected steps of 1"),
-            (32, "position_ids of row 1 rise from 31 to 37 between the parts of ranks 0 and 1"),
+            (32, "position_ids of row 1 go from 31 to 37 between the parts of ranks 0 and 1; expected 32"),
         ):
             gap = Batch(UNPACKED).positions.clone()
             gap[1, first:] += 5
@@ -317,6 +318,18 @@ class TestInParts(DistributedTest):
                     sequence.refuse_inexact(model, model)
             else:
                 sequence.refuse_inexact(model, model)
+
+    @pytest.mark.parametrize("cuts", [((32, 64), (0, 32)), ((0, 40), (32, 64))], ids=["swapped", "overlapping"])
+    def test_parts_that_are_no_sequence(self, cuts):
+        """Refused by every rank in one line, where they passed for two documents."""
+        first, last = cuts[dist.get_rank()]
+        pack = Batch(UNPACKED)
+        sequence.set_up(model := build("llama"), 2)
+        with pytest.raises(
+            ds_memo.MemoError, match="Give each rank its part in the order of the ranks, and no token twice"
+        ) as said:
+            model(input_ids=pack.tokens[:, first:last], position_ids=pack.positions[:, first:last])
+        assert "\n" not in str(said.value)
 
     @pytest.mark.parametrize("ulysses", [2, 1])
     def test_a_profile_shortens_the_parts(self, ulysses, tmp_path, monkeypatch):
@@ -431,3 +444,28 @@ def test_documents(positions: list, starts: list) -> None:
             parts = whole.tensor_split(borders, dim=1)
             said = [hf_sequence.said_of(rows, part.shape[1], part) for part in parts]
             assert list(hf_sequence.documents_of(said)) == starts
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("borders", [(), (7,), (11, 30)])
+def test_parts_in_another_order(ranks: int, borders: tuple[int, ...]) -> None:
+    """Refused if a document is torn: orders of whole documents give each the same values."""
+    positions = torch.cat([torch.arange(b - a) for a, b in itertools.pairwise((0, *borders, 36))])[None]
+    size, whole = 36 // ranks, torch.arange(36)[None]
+    for order in itertools.permutations(range(ranks)):
+        said = [hf_sequence.said_of(1, size, positions[:, size * i : size * (i + 1)]) for i in order]
+        tokens = torch.cat([whole[:, size * i : size * (i + 1)] for i in order], 1)[0].tolist()
+        inside = [tokens.index(a) + 1 != tokens.index(a + 1) for a in range(35) if a + 1 not in borders] if ranks > 1 else []
+        if any(inside):
+            with pytest.raises(ds_memo.MemoError, match=r"the parts of ranks|order is not that of the ranks"):
+                hf_sequence.documents_of(said)
+        else:
+            hf_sequence.documents_of(said)
+
+
+@pytest.mark.parametrize("overlap", [1, 2, 9])
+def test_parts_that_overlap(overlap: int) -> None:
+    whole = torch.arange(40)[None]
+    said = [hf_sequence.said_of(1, part.shape[1], part) for part in (whole[:, : 20 + overlap], whole[:, 20:])]
+    with pytest.raises(ds_memo.MemoError, match=f"go from {19 + overlap} to 20 between the parts of ranks 0 and 1"):
+        hf_sequence.documents_of(said)

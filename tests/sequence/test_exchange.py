@@ -111,6 +111,14 @@ class TestExchange(DistributedTest):
                 assert torch.equal(ordered(inputs)[0], whole)
                 assert_as_whole(inputs[rank], lambda x, dim=dim, parts=parts: gather(x, dim, parts), inputs, ordered)
 
+    def test_gather_makes_one_tensor(self, monkeypatch):
+        """Under NCCL a gather into a list makes another one of all parts."""
+        monkeypatch.delattr(dist, "all_gather")
+        parts = Parts(ranks_of(dist.group.WORLD, dist.get_world_size()), 40)
+        for dtype in (torch.float64, torch.bfloat16, torch.int64, torch.uint8):
+            x = torch.arange(parts.length).to(dtype)
+            assert torch.equal(gather(parts.own_of(x, 0), 0, parts), x)
+
     def test_move(self):
         """Between a caller's parts of any lengths, some empty, zigzag parts, and random ones. Tokens of no rank are zero."""
         ranks, rank, group = dist.get_world_size(), dist.get_rank(), dist.group.WORLD

@@ -45,7 +45,7 @@ class Padded:
     def outcome(self, model: torch.nn.Module) -> Outcome:
         logits = model(**self.given, use_cache=False).logits
         mean_loss(logits, self.labels).backward()
-        return Outcome(logits.detach()[self.mask.bool()], whole_and_parts._gradients(model))
+        return Outcome(logits.detach()[self.mask.bool()], whole_and_parts.gradients(model))
 
     def in_parts(self, model: torch.nn.Module) -> Outcome:
         logits = model(**{name: part(value) for name, value in self.given.items()}, use_cache=False).logits

@@ -34,7 +34,7 @@ def of_whole(name: str, batch: vision.Batch) -> Outcome:
         moved = batch.logits(model, pixel_values=-batch.inputs["pixel_values"]) - logits
     assert moved.norm() > MOVES * logits.norm(), f"{name} does not look at its images"
     mean_loss(logits, batch.labels).backward()
-    return Outcome(batch.real(logits), whole_and_parts._gradients(model))
+    return Outcome(batch.real(logits), whole_and_parts.gradients(model))
 
 
 def of_parts(model: torch.nn.Module, batch: vision.Batch) -> Outcome:

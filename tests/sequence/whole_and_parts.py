@@ -108,13 +108,13 @@ class Batch:
         """Logits and gradients of the mean loss, each document in a forward of its own, on this rank alone."""
         logits = self.apart_logits(model)
         mean_loss(logits, self.labels).backward()
-        return Outcome(logits.detach(), _gradients(model))
+        return Outcome(logits.detach(), gradients(model))
 
     def together(self, model: nn.Module) -> Outcome:
         """As one batch with position_ids, on this rank alone."""
         logits = model(input_ids=self.tokens, position_ids=self.positions, use_cache=False).logits
         mean_loss(logits, self.labels).backward()
-        return Outcome(logits.detach(), _gradients(model))
+        return Outcome(logits.detach(), gradients(model))
 
     def forward(self, model: nn.Module, lengths: Sequence[int] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Return this rank's part of a sequence-parallel model's logits, and the loss over whole sequences.
@@ -152,7 +152,7 @@ def mean_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
 
 
-def _gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return copies of gradients, zeros for none, and clear them."""
     grads = {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
@@ -161,7 +161,7 @@ def _gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def summed_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the sums over ranks. A rank has none of an expert that its tokens do not reach."""
-    grads = _gradients(model)
+    grads = gradients(model)
     for gradient in grads.values():
         dist.all_reduce(gradient)
     return grads

@@ -1,0 +1,187 @@
+"""cuDNN's attention where its gradients may be wrong: many elements go in groups of heads, some masks to another kernel.
+
+Kernels that PyTorch picks for F.scaled_dot_product_attention are known only there. So a function mode stands around a layer whose
+sizes ask for it. The groups are one op, which keeps output and log-sum-exp as any attention kernel does.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, _sdpa_kernel
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ds_memo.remat.autocast import cast, without_autocast
+from ds_memo.remat.undo import Undoing, stacks_restored
+
+CUDNN_ELEMENTS = 1 << 29
+"""Most elements of queries in one call. Past 2**31 cuDNN's gradient of the queries is wrong (9.19 on an H200:
+benchmarks/gpu/first_large.py). It sums that gradient in float32, 4 bytes an element, so offsets in bytes may wrap from here on.
+That is a precaution: no size between was measured."""
+NOT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+_HIDDEN = 8
+"""Queries have at most so many elements for each of a layer's arguments."""
+
+aten = torch.ops.aten
+
+
+def may_concern(tensor: Any) -> bool:
+    """Return True if a layer's call with such an argument may have attention that is not cuDNN's, or not as one call."""
+    if not isinstance(tensor, torch.Tensor):
+        return False
+    return tensor.numel() * _HIDDEN > CUDNN_ELEMENTS or any(map(_loses_masks, tensor.shape[1:-1]))
+
+
+def _loses_masks(tokens: int) -> bool:
+    return tokens % 128 == 64
+
+
+@contextmanager
+def by(kernels: Sequence[SDPBackend]) -> Iterator[None]:
+    """Do what torch.nn.attention.sdpa_kernel does."""
+    with Undoing(functools.partial(_sdpa_kernel, _cur_sdpa_kernel_backends())):
+        _sdpa_kernel(kernels)
+        yield
+
+
+def run(fn: Callable[..., Any], warn: Callable[[str], None], elements: int, *args: Any) -> Any:
+    """Call ``fn(*args)``, in which no call of cuDNN's attention may give wrong gradients.
+
+    Args:
+        warn: tells the user that another kernel runs.
+        elements: of attention's largest tensor for all heads, if it runs for some of them.
+    """
+    with stacks_restored(), _Guard(warn, elements):
+        return fn(*args)
+
+
+class _Guard(TorchFunctionMode):
+    def __init__(self, warn: Callable[[str], None], elements: int) -> None:
+        super().__init__()
+        self._warn = warn
+        self._elements = elements
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func is F.scaled_dot_product_attention:
+            return self._attend(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        def stock() -> torch.Tensor:
+            how = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
+            return F.scaled_dot_product_attention(query, key, value, **how, enable_gqa=enable_gqa)
+
+        elements = max(query.numel(), self._elements)
+        masked = attn_mask is not None and any(map(_loses_masks, (query.shape[-2], key.shape[-2])))
+        if query.dim() != 4 or not (masked or elements > CUDNN_ELEMENTS):
+            return stock()
+        q, k, v = cast(query, key, value)
+        mask = attn_mask if attn_mask is None or attn_mask.dtype == torch.bool else attn_mask.to(q.dtype)
+        with _disable_current_modes():  # where PyTorch asks, they do not see it
+            chosen = torch._fused_sdp_choice(q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        if chosen != SDPBackend.CUDNN_ATTENTION.value:
+            return stock()
+        if masked:
+            self._warn(
+                f"another kernel than cuDNN's runs its attention, which has a mask of {query.shape[-2]:,} queries and "
+                f"{key.shape[-2]:,} keys, where cuDNN's gradients may be NaN (pytorch/pytorch issue 196678)"
+            )
+        elif dropout_p or q[:, :1].numel() > CUDNN_ELEMENTS:
+            self._warn(
+                f"another kernel than cuDNN's runs its attention, which has {elements:,} elements of queries: more than "
+                f"{CUDNN_ELEMENTS:,}, with dropout or in one head"
+            )
+        else:
+            if mask is not None:
+                if mask.dtype == torch.bool:
+                    mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, -math.inf)
+                mask = mask.expand(*q.shape[:3], k.shape[2])
+            return _InTurn.apply(q, k, v, mask, is_causal, q.shape[-1] ** -0.5 if scale is None else scale)
+        with by(NOT_CUDNN):
+            return stock()
+
+
+class _InTurn(torch.autograd.Function):
+    """cuDNN's attention (b, heads, s, d), one group of heads after another."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, causal: bool, scale: float
+    ) -> torch.Tensor:
+        out, lse = torch.ops.ds_memo.cudnn_attention(q, k, v, bias, causal, scale)
+        ctx.save_for_backward(q, k, v, bias, out, lse)
+        ctx.how = causal, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        q, k, v, bias, out, lse = ctx.saved_tensors
+        causal, scale = ctx.how
+        calls = list(_calls(q, k))
+        shared = len(calls) > k.shape[1]
+        of_queries = torch.empty_like(q)
+        of_keys, of_values = (torch.zeros_like(x, dtype=torch.float32 if shared else None) for x in (k, v))
+        unused = torch.empty((), dtype=torch.int64, device=q.device)  # seed and offset of dropout
+        with without_autocast():
+            for mine, theirs in calls:
+                qkv = q[:, mine], k[:, theirs], v[:, theirs]
+                rest = out[:, mine], lse[:, mine].contiguous(), unused, unused, None if bias is None else bias[:, mine]
+                lengths = None, None, q.shape[2], k.shape[2]
+                kernel = aten._scaled_dot_product_cudnn_attention_backward
+                found = kernel(gradient[:, mine], *qkv, *rest, *lengths, 0.0, causal, scale=scale)
+                of_queries[:, mine] = found[0]
+                of_keys[:, theirs] += found[1]
+                of_values[:, theirs] += found[2]
+        return of_queries, of_keys.to(k.dtype), of_values.to(v.dtype), None, None, None
+
+
+def _forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    order = sorted(range(4), key=q.stride, reverse=True)  # the kernel's output lies as its queries
+    shape = *q.shape[:3], v.shape[3]
+    out = q.new_empty([shape[dim] for dim in order]).permute([order.index(dim) for dim in range(4)])
+    lse = q.new_empty(*q.shape[:3], 1, dtype=torch.float32)
+    for mine, theirs in _calls(q, k):
+        of_mine = None if bias is None else bias[:, mine]
+        how = of_mine, True, 0.0, causal, False
+        out[:, mine], lse[:, mine] = aten._scaled_dot_product_cudnn_attention(
+            q[:, mine], k[:, theirs], v[:, theirs], *how, scale=scale
+        )[:2]
+    return out, lse
+
+
+def _calls(q: torch.Tensor, k: torch.Tensor) -> Iterator[tuple[slice, slice]]:
+    """Yield the heads of queries and of keys of each call."""
+    heads, keys = q.shape[1], k.shape[1]
+    each, fit = heads // keys, max(1, CUDNN_ELEMENTS // q[:, :1].numel())
+    if fit >= each:
+        for first in range(0, keys, fit // each):
+            last = min(first + fit // each, keys)
+            yield slice(first * each, last * each), slice(first, last)
+        return
+    for key in range(keys):
+        for first in range(key * each, (key + 1) * each, fit):
+            yield slice(first, min(first + fit, (key + 1) * each)), slice(key, key + 1)
+
+
+_library = torch.library.Library("ds_memo", "FRAGMENT")
+_library.define("cudnn_attention(Tensor q, Tensor k, Tensor v, Tensor? bias, bool causal, float scale) -> (Tensor, Tensor)")
+_library.impl("cudnn_attention", _forward, "CompositeExplicitAutograd")
