@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -65,8 +66,9 @@ def refuse_others(whole: list[Any], gathered: list[Any], tolerance: float) -> No
 def refuse_other_gradients(results: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]) -> None:
     """Refuse a layer if autograd leads from its results to other tensors than these leaves: it would end at a tile."""
     known = {id(leaf) for leaf in leaves}
-    for node, _ in graph_of(results):
-        variable = getattr(node, "variable", None)
+    variables = (getattr(node, "variable", None) for node, _ in graph_of(results))
+    results_as_they_are = (result for result in results if result.requires_grad and result.is_leaf)
+    for variable in itertools.chain(results_as_they_are, variables):
         if variable is not None and id(variable) not in known:
             raise CannotTile("a tensor that is neither its argument nor its parameter needs a gradient")
 

@@ -129,7 +129,7 @@ class Tiling:
             return kind(tiled, call.forward, args, kwargs, cut, placed, remat, before).run()
 
         device = remat.engine.device
-        states = [] if placement is None or tiled.has_run else own_states(device)
+        states = [] if placement is None else own_states(device)
 
         def run() -> Any:
             try:
