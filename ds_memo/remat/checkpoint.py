@@ -128,7 +128,8 @@ class Layer:
         self.index = index
         self.name = name
         self.module: Callable[[], nn.Module | None] = weakref.ref(module) if module is not None else lambda: None
-        self.parameters = list(module.parameters()) if module is not None else []
+        named = dict(module.named_parameters()) if module is not None else {}
+        self.parameters, self._weights = list(named.values()), list(named)
         self.recipes: dict[Any, Recipe] = {}
         self.latest: Recipe | None = None
         self.times_left = 0
@@ -139,7 +140,7 @@ class Layer:
     def state(self) -> LayerState | None:
         """None: it is a function."""
         module = self.module()
-        return LayerState(self.name, module) if module is not None else None
+        return LayerState(self.name, module, self._weights) if module is not None else None
 
     @property
     def follows_recipes(self) -> bool:

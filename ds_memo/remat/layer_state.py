@@ -1,7 +1,7 @@
 """A layer's state beside its gradients, which runs outside the training pass need as it was and must leave alone.
 
-Settings    plain attributes (flags, numbers, the active adapter), buffers by reference, hooks, `requires_grad`. All parts of the
-            layer have them. A call notes them, and its replay compares
+Settings    plain attributes (flags, numbers, the active adapter), parameters and buffers by reference, hooks,
+            `requires_grad`. All parts of the layer have them. A call notes them, and its replay compares
 Values      what a part writes in place: the bytes of its buffers, lists and dicts, its generators. The layer's first call shows
             which parts write; only these are copied in later calls
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -36,6 +36,9 @@ _HOOKS = (
     "_forward_pre_hooks_with_kwargs",
 )
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_NO_PARAMETERS: dict[str, Any] = {}
+_PLAIN_TENSORS = {torch.Tensor, nn.Parameter, type(None)}
+"""Types of tensors that are put in parameters' places. FSDP2 exchanges others by itself, by hooks."""
 PLAIN: set[type] = {bool, int, float, str, type(None)}
 """Types of settings. Other packages add theirs, whose objects are never changed."""
 OF_LATEST: set[str] = set()
@@ -49,6 +52,8 @@ class Settings(NamedTuple):
     """All attributes that it has."""
     names: tuple[str, ...]
     values: tuple[Any, ...]
+    parameters: dict[str, Any]
+    """Tensors by their parameter's name. ``torch.func.functional_call`` puts others in their places while the model runs."""
     buffers: tuple[torch.Tensor | None, ...]
     hooks: tuple[list[Any], ...]
     """Contents of the tables _HOOKS; empty: no forward hook is there."""
@@ -58,6 +63,8 @@ class Settings(NamedTuple):
         return (
             self.names is now.names
             and all(map(operator.is_, self.values, now.values))
+            and self.parameters.keys() == now.parameters.keys()
+            and all(tensor is now.parameters[name] for name, tensor in self.parameters.items())
             and all(map(operator.is_, self.buffers, now.buffers))
             and self.hooks == now.hooks
         )
@@ -66,9 +73,12 @@ class Settings(NamedTuple):
 class Part:
     """A module of the layer."""
 
-    def __init__(self, path: str, module: nn.Module) -> None:
+    def __init__(self, path: str, module: nn.Module, weights: Iterable[str]) -> None:
         self.path = path
         self.table = vars(module)
+        start = path + "." if path else ""
+        known = (name.removeprefix(start) for name in weights if name.startswith(start))
+        self.weights = {*self.table["_parameters"], *(name for name in known if "." not in name)}
         self.writes = False
         self.refresh()
 
@@ -91,7 +101,16 @@ class Part:
         if table["_forward_hooks"] or table["_forward_pre_hooks"]:
             hooks = tuple([contents_of(table[name]) for name in _HOOKS])
         buffers = table["_buffers"]
-        return Settings(self.keys, self.names, values, tuple(buffers.values()) if buffers else (), hooks)
+        return Settings(self.keys, self.names, values, self._parameters(), tuple(buffers.values()) if buffers else (), hooks)
+
+    def _parameters(self) -> dict[str, Any]:
+        table, parameters = self.table, self.table["_parameters"]
+        if not self.weights:
+            return _NO_PARAMETERS
+        found = {name: parameter for name, parameter in parameters.items()}  # dict() would have ZeRO-3 gather them
+        if len(found) < len(self.weights):  # a plain tensor was set in a parameter's place
+            found |= {name: table[name] for name in self.weights - found.keys() if name in table}
+        return found
 
     def put_in(self, settings: Settings) -> None:
         """Have the part be as it was. Attributes that it has got since go."""
@@ -103,6 +122,10 @@ class Part:
         for name, value in zip(settings.names, settings.values, strict=True):
             if table.get(name, _MISSING) is not value:
                 table[name] = value
+        for name, parameter in settings.parameters.items():
+            if parameter is not (there := now.parameters.get(name)) and {type(parameter), type(there)} <= _PLAIN_TENSORS:
+                table.pop(name, None)
+                table["_parameters"][name] = parameter
         for name, buffer in zip(table["_buffers"], settings.buffers, strict=False):
             table["_buffers"][name] = buffer
         if now.hooks or settings.hooks:
@@ -113,7 +136,11 @@ class Part:
         """Return a function that puts back, in place, what :meth:`put_in` and a run may change. DeepSpeed's attributes stay."""
         table = self.table
         own = {name: value for name, value in table.items() if not is_foreign(name)}
-        held = [(value, contents_of(value)) for name in _OF_EVERY_MODULE if type(value := table.get(name)) in _CONTAINERS]
+        held = [
+            (value, contents_of(value))
+            for name in _OF_EVERY_MODULE
+            if type(value := table.get(name)) in _CONTAINERS or name == "_parameters"  # ZeRO-3 has a class of its own
+        ]
 
         def put_back() -> None:
             for name in table.keys() - own.keys():
@@ -153,14 +180,15 @@ class LayerState:
 
     Args:
         name: of the layer, for messages.
+        weights: names of parameters that it had earlier.
     """
 
-    def __init__(self, name: str, module: nn.Module) -> None:
+    def __init__(self, name: str, module: nn.Module, weights: Sequence[str] = ()) -> None:
         self.name = name
         named = module.named_modules()
-        self.parts = [Part(path, part) for path, part in named if not isinstance(part, torch.jit.ScriptModule)]
+        self.parts = [Part(path, part, weights) for path, part in named if not isinstance(part, torch.jit.ScriptModule)]
         self.find_tensors()
-        parameters = dict(module.named_parameters())
+        parameters = {name: each for name, each in module.named_parameters() if isinstance(each, nn.Parameter)}
         self.parameters = [*parameters.values()]
         self.weight_names = [*parameters]
         self.number_of = {id(parameter): number for number, parameter in enumerate(self.parameters)}
@@ -317,7 +345,6 @@ class _Copy:
 
     def __init__(self, value: Any, copies: dict[int, Any]) -> None:
         self._large = None
-        self._in_graph = isinstance(value, torch.Tensor) and value.requires_grad
         if isinstance(value, torch.Tensor) and not is_small(value):
             self._large = id(value), None if value.is_inference() else value._version
         else:
@@ -334,8 +361,8 @@ class _Copy:
         return same and self._large[1] is not None and now._version != self._large[1]
 
     def put_in(self, table: dict[str, Any], name: str, copies: dict[int, Any]) -> None:
-        """Bind the name to a copy of its own. Large tensors stay, and those that need a gradient."""
-        if self._large is None and not self._in_graph:
+        """Bind the name to a copy of its own. Large tensors stay."""
+        if self._large is None:
             table[name] = copied(self._value, copies)
 
 
@@ -412,7 +439,7 @@ def copied(value: Any, copies: dict[int, Any]) -> Any:
     if id(value) in copies:
         return copies[id(value)]
     if isinstance(value, torch.Tensor):
-        made = value.detach().clone() if is_small(value) and not isinstance(value, nn.Parameter) else value
+        made = _own(value) if is_small(value) and not isinstance(value, nn.Parameter) else value
     elif type(value) is tuple:
         made = tuple([copied(inner, copies) for inner in value])
     elif type(value) in _CONTAINERS:
@@ -423,6 +450,15 @@ def copied(value: Any, copies: dict[int, Any]) -> Any:
     else:
         return value
     copies[id(value)] = made
+    return made
+
+
+def _own(tensor: torch.Tensor) -> torch.Tensor:
+    """Copy a tensor, outside its graph. The copy needs a gradient if the tensor does: autograd then saves the same."""
+    made = tensor.detach().clone()
+    if tensor.requires_grad and not torch.is_inference_mode_enabled():
+        with torch.enable_grad():
+            made = made.requires_grad_().clone()  # no leaf, which nothing could write to in place
     return made
 
 

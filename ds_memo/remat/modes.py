@@ -63,9 +63,13 @@ def inside_a_checkpoint() -> bool:
 
     A reentrant checkpoint (Megatron's own) is found only in its recomputation, which runs inside a backward.
     """
+    return saves_for_a_checkpoint() or torch._C._current_graph_task_id() != -1
+
+
+def saves_for_a_checkpoint() -> bool:
+    """Return True if a torch.utils.checkpoint that is not reentrant takes what autograd saves now."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    within = hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
-    return within or torch._C._current_graph_task_id() != -1
+    return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
 
 
 IN_LAYERS = ("analyse", "call", "modes", "op_policy", "random_states", "recipe", "record", "replay", "tensors", "undo")

@@ -33,6 +33,7 @@ from ds_memo.sequence.striped import Striped
 from ds_memo.swap.frame import Frame, lie_alike
 from ds_memo.tiles.around import dropping, without_autocast
 from ds_memo.tiles.attention_call import Gathered
+from ds_memo.tiles.compare import refuse_other_gradients
 from ds_memo.tiles.findings import MATRIX
 from ds_memo.tiles.modes import SupplyHeads, may_split_heads
 from ds_memo.tiles.recipes import AttentionRecipe, Output, TiledLayer
@@ -160,13 +161,13 @@ class TiledAttention:
         """Run attention for one group after another, each inside of what `around` returns, and return the result of all."""
         if len(self._ran_for) == 1:
             with around(ALL_HEADS):
-                return self._attend(gathered, self._leaves(gathered, ALL_HEADS)).detach()
+                return self._attend_alone(gathered, self._leaves(gathered, ALL_HEADS)).detach()
         whole: torch.Tensor | None = None
         refused: CannotTile | None = None
         for heads in self._ran_for:
             with around(heads):
                 try:
-                    result = self._attend(gathered, self._leaves(gathered, heads)).detach()
+                    result = self._attend_alone(gathered, self._leaves(gathered, heads)).detach()
                 except CannotTile as reason:  # other ranks run the other groups, and exchange tensors in each
                     refused = reason
                     continue
@@ -204,6 +205,12 @@ class TiledAttention:
         with running_on(self._tiled.module, self._striped):
             found = self._remat.with_kernel(self._tiled.layer, lambda *given: call.run([*given]), *leaves, elements=elements)
         return self._shapes.result.only_tensor(found)
+
+    def _attend_alone(self, gathered: Gathered, leaves: list[Any]) -> torch.Tensor:
+        """Run attention, and refuse it if it reads a tensor that needs a gradient and is not among its arguments."""
+        result = self._attend(gathered, leaves)
+        refuse_other_gradients([result], tensor_leaves(leaves))
+        return result
 
     def _settle(self, observed: Observed, result: torch.Tensor, draws: bool) -> AttentionRecipe:
         """Make the recipe of a call that was analysed, and keep this call's tensors by it."""
@@ -278,7 +285,7 @@ class TiledAttention:
             leaves = self._leaves(gathered, heads)
             inputs = [leaves[index] for index in shapes.differentiable]
             with torch.enable_grad(), self._drawing_again(heads), self._supplying(heads):
-                result = get_gradient_edge(self._attend(gathered, leaves))  # its memory is of no use
+                result = get_gradient_edge(self._attend_alone(gathered, leaves))  # its memory is of no use
             with without_autocast():
                 found = list(torch.autograd.grad(result, inputs, self._of(heads, d_result, shapes.result.dim)))
             del result, leaves, inputs

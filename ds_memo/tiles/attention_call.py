@@ -20,10 +20,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_is_leaf, tree_unflatten
 
 from ds_memo.remat.checkpoint import CannotTile
+from ds_memo.remat.modes import saves_for_a_checkpoint
 from ds_memo.remat.shared_changes import Undo, for_good, need
 from ds_memo.remat.undo import Undoing
 from ds_memo.spans import Span
 from ds_memo.tiles.slices import new_whole, part
+
+UNDER_A_CHECKPOINT = "a part of it runs under torch.utils.checkpoint, and would run again in each backward of a tile"
 
 
 class NoAttention(CannotTile):
@@ -177,6 +180,8 @@ def _catching(handler: Callable[[AttentionCall], Any], sdpa: bool) -> Iterator[N
 
 
 def _caught(fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    if saves_for_a_checkpoint():  # which would run attention itself, where the tile was given its result
+        raise CannotTile(UNDER_A_CHECKPOINT)
     handler, _thread.handler = _thread.handler, None
     try:
         return handler(AttentionCall(fn, args, kwargs)) if handler else fn(*args, **kwargs)

@@ -17,9 +17,10 @@ from typing import Any
 
 import torch
 
+from ds_memo.errors import MemoError
 from ds_memo.placement import FULL_RECOMPUTE, GEMMS_RECOMPUTED, Placement
 from ds_memo.remat.call import Call
-from ds_memo.remat.checkpoint import Remat
+from ds_memo.remat.checkpoint import CannotTile, Remat
 from ds_memo.remat.inputs import DeviceInput
 from ds_memo.remat.layer_state import Before
 from ds_memo.remat.modes import running_tiles
@@ -33,6 +34,7 @@ from ds_memo.spans import Span
 from ds_memo.swap.frame import Frame, Layout
 from ds_memo.swap.pinned_segments import PAGE
 from ds_memo.tiles.around import aliased, autocast_as, autocast_now, dropping, refuse_create_graph
+from ds_memo.tiles.compare import refuse_other_gradients
 from ds_memo.tiles.findings import by_arrival
 from ds_memo.tiles.gradient_owner import is_owned
 from ds_memo.tiles.recipes import TiledLayer
@@ -106,6 +108,8 @@ class CallInTiles(ABC):
         self._recomputes = self._placement.kind.recomputes_attention
         self._device_inputs = [DeviceInput(tiled.layer.name, tensor) for tensor in self._arguments.tensors]
         self._autocast = autocast_now()
+        self._aliases: Sequence[torch.Tensor] = ()
+        """The parameters' aliases, while the forward runs."""
         self._seed = int(torch.randint(1 << 62, ())) if tiled.shapes.draws and torch.is_grad_enabled() else None
 
     # ---- what the two ways differ in
@@ -169,8 +173,9 @@ class CallInTiles(ABC):
         recipes = self._recipes(hidden)
         self._place(hidden, recipes)
         try:
-            with running_tiles(), self._grads(), dropping(), aliased(self._tiled.module, self._parameters):
+            with running_tiles(), self._grads(), dropping(), aliased(self._tiled.module, self._parameters) as self._aliases:
                 output = self._run_tiles(hidden, recipes)
+            self._aliases = ()
             if self._trains or torch.is_grad_enabled():
                 self._describe(hidden)
         except BaseException:  # Ctrl-C, too: the host blocks of frames that no graph will hold
@@ -181,8 +186,19 @@ class CallInTiles(ABC):
         return output
 
     def _grads(self) -> AbstractContextManager[None]:
-        """Have tiles build graphs, whose backwards are not run, if a backward of the layer will come."""
-        return torch.set_grad_enabled(self._trains)
+        """Have tiles build graphs, whose backwards are not run, if a backward of the model will come.
+
+        Tiles of a frozen layer have none, unless it holds a tensor that needs a gradient.
+        """
+        return torch.set_grad_enabled(self._trains or torch.is_grad_enabled())
+
+    def _refuse_other_gradients(self, results: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
+        """Refuse the layer if a tile's results depend on another tensor that needs a gradient, wherever it is held.
+
+        A layer may hold one from some call on, which no check of an earlier call has seen.
+        """
+        if torch.is_grad_enabled():
+            refuse_other_gradients(results, [*inputs, *self._aliases])
 
     def _recipes(self, hidden: torch.Tensor) -> dict[Any, Any]:
         """Return the recipes by the tiles' kinds, after analysing kinds that are new."""
@@ -273,7 +289,12 @@ class CallInTiles(ABC):
         for observer in self._remat.observers:
             observer.layer_replays(self._tiled.layer.index)
         with stacks_restored(), Undoing(self._close_frames), Undoing(torch.clear_autocast_cache):
-            return self._backward(gradient, may_overwrite)
+            try:
+                return self._backward(gradient, may_overwrite)
+            except CannotTile as reason:
+                raise MemoError(
+                    f"layer {self._tiled.layer.name} ran in tiles, and its backward cannot: {reason}. Set memo.tile_tokens to 0"
+                ) from reason
 
     def _backward(self, gradient: torch.Tensor, may_overwrite: bool) -> list[torch.Tensor | None]:
         aliases_of = aliased(self._tiled.module, self._parameters)

@@ -91,18 +91,18 @@ class ChainedCall(CallInTiles):
         x, carry = self._hidden_of(hidden, tile.span), self._leaves(carry)
         self._keep_inputs(tile.call, [x, *carry])
         if not self._trains:
-            output, left, _ = self._run_tile(tile, x, carry, nullcontext())
-            return output, left
-        if records:
+            output, left, others = self._run_tile(tile, x, carry, nullcontext())
+        elif records:
             # A new recipe takes a run of a tile, in which ranks that share its sequence would have to join.
             mode = Record(tile.call, left_recipe=self._tiled.recipes.clear) if self._striped is None else Record(tile.call)
-            output, left, _ = self._run_tile(tile, x, carry, mode)
+            output, left, others = self._run_tile(tile, x, carry, mode)
         else:
             packs = itertools.count()
             counting = torch.autograd.graph.saved_tensors_hooks(lambda tensor: next(packs), lambda number: None)
-            output, left, _ = self._run_tile(tile, x, carry, counting)
+            output, left, others = self._run_tile(tile, x, carry, counting)
             if packed or next(packs) != tile.call.recipe.packs:  # it left its recipe, where products were left out
                 tile.call.recipe = replace(tile.call.recipe, ops=[])
+        self._refuse_other_gradients([output, *left], [x, *carry, *others])
         return output.detach(), [tensor.detach() for tensor in left]
 
     def _run_tile(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ds_memo.tiles.around import autocast_now
-from ds_memo.tiles.attention_call import CannotTile
+from ds_memo.tiles.attention_call import UNDER_A_CHECKPOINT, CannotTile
 from ds_memo.tiles.choices import Choices
 from ds_memo.tiles.weight_gradients import graph_of
 
@@ -65,10 +65,14 @@ def refuse_others(whole: list[Any], gathered: list[Any], tolerance: float) -> No
 def refuse_other_gradients(results: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]) -> None:
     """Refuse a layer if autograd leads from its results to other tensors than these leaves: it would end at a tile."""
     known = {id(leaf) for leaf in leaves}
-    for node, _ in graph_of(results):
-        variable = getattr(node, "variable", None)
-        if variable is not None and id(variable) not in known:
-            raise CannotTile("a tensor that is neither its argument nor its parameter needs a gradient")
+    found = [result for result in results if result.requires_grad and result.is_leaf]
+    for node, below in graph_of(results):
+        if not below:
+            found.append(getattr(node, "variable", None))
+        elif node.name() == "CheckpointFunctionBackward":  # a reentrant one
+            raise CannotTile(UNDER_A_CHECKPOINT)
+    if any(leaf is not None and id(leaf) not in known for leaf in found):
+        raise CannotTile("a tensor that is neither its argument nor its parameter needs a gradient")
 
 
 def is_by_token(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> bool:

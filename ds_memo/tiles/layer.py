@@ -25,7 +25,7 @@ from ds_memo.remat.call import Call
 from ds_memo.remat.modes import running_tiles
 from ds_memo.remat.recipe import Recipe, SavedOp
 from ds_memo.remat.replay import Replay
-from ds_memo.remat.tensors import storage_of
+from ds_memo.remat.tensors import storage_of, tensor_leaves
 from ds_memo.sequence.carry import Carry
 from ds_memo.sequence.catch_mixers import carrying
 from ds_memo.spans import Span
@@ -111,7 +111,8 @@ class TiledCall(CallInTiles):
         gathered = self._pre(hidden, recipes)
         self._remat.part_begins("attention")
         attend = self._attention.run_and_forget if self._recomputes else self._attention.run
-        result = attend(gathered)
+        with torch.set_grad_enabled(self._trains):
+            result = attend(gathered)
         del gathered
         output = self._post(hidden, result)
         self._result_dtype = result.dtype
@@ -160,7 +161,8 @@ class TiledCall(CallInTiles):
             self._tiles.append(tile)
             self._keep_inputs(call, [x, *carry])
             mode = RecordPre(call, len(of_tile.pre)) if of_tile.records_pre and not packed else None
-            reached, _, wholes, left = self._to_attention(tile, x, carry, mode or nullcontext())
+            reached, inputs, wholes, left = self._to_attention(tile, x, carry, mode or nullcontext())
+            self._refuse_other_gradients([*tensor_leaves(reached.leaves), *left], [x, *carry, *inputs])
             tile.followed = not packed if mode is None else mode.followed
             if packed:
                 call.recipe = replace(call.recipe, ops=[])
@@ -207,7 +209,8 @@ class TiledCall(CallInTiles):
                 return own
 
             try:
-                output, _, left = self._with_attention(tile, x, carry, mode, supply)
+                output, inputs, left = self._with_attention(tile, x, carry, mode, supply)
+                self._refuse_other_gradients([output, *left], [x, own, *carry, *inputs])
                 return output.detach(), left
             except LeftRecipe:
                 if self._striped is not None:  # other ranks would have to join in another run
@@ -216,7 +219,8 @@ class TiledCall(CallInTiles):
                         "ranks would have to join in running it again. Set memo.tile_tokens to 0"
                     ) from None
                 tile.followed = False
-        output, _, left = self._with_attention(tile, x, carry, nullcontext(), lambda reached, wholes: own)
+        output, inputs, left = self._with_attention(tile, x, carry, nullcontext(), lambda reached, wholes: own)
+        self._refuse_other_gradients([output, *left], [x, own, *carry, *inputs])
         return output.detach(), left
 
     # ---- backward

@@ -74,12 +74,12 @@ def probe(
     Raises:
         CannotTile: with the reason.
     """
+    if named := sorted({type(part_of_it).__name__ for part_of_it in module.modules()} & WHOLE):  # they write to what they get
+        raise CannotTile(f"its {named[0]} mixes tokens in code of its own")
     mixes = calls_mixers(module, undo_with)
     try:
         return _probe(module, forward, args, kwargs, mixes, chained=False)
     except NoAttention as reason:
-        if named := sorted({type(part_of_it).__name__ for part_of_it in module.modules()} & WHOLE):
-            raise CannotTile(f"its {named[0]} mixes tokens in code of its own") from None
         if hidden_states(args, kwargs).is_meta and not (mixes or _is_mlp(module)):  # no values would show that it mixes tokens
             raise
         if others := Arguments(args, kwargs).others:
@@ -138,7 +138,7 @@ def _probe(
         draws = own_states(x.device) != before
         if watch.given:
             raise CannotTile("it draws random numbers from a generator of its own, which tiles would draw anew")
-        refuse_writes(module, run)
+        refuse_writes(module, run, own.tensors)
         with _at_the_end(reasons):
             refuse_hidden_draws(run, x.device)
         with _at_the_end(reasons):

@@ -4,27 +4,32 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules import module as modules
 
 from ds_memo.distributed.agree import world_size
 from ds_memo.distributed.topology import gathers_by_module
 from ds_memo.errors import MemoError
-from ds_memo.remat.layer_state import LayerState
+from ds_memo.remat.layer_state import LayerState, alike, copied
+from ds_memo.remat.modes import under_a_checkpoint
 from ds_memo.remat.op_policy import materialises_scores
 from ds_memo.remat.random_states import KeepsGiven, forked, named_states
 from ds_memo.remat.tensors import storage_of, tensor_leaves
 from ds_memo.spans import Span
 from ds_memo.tiles.around import dropping
-from ds_memo.tiles.attention_call import CannotTile
+from ds_memo.tiles.attention_call import UNDER_A_CHECKPOINT, CannotTile
 from ds_memo.tiles.compare import MOST_FLIPPED, tolerance_of
-from ds_memo.tiles.slices import Arguments, hidden_states, part
+from ds_memo.tiles.slices import Arguments, hidden_states, is_dense, part
 
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_NOTES_NAMES = "torch.utils.module_tracker"
+"""FlopCounterMode's hooks. They do no harm without gradients; with them they fail in a tile's backward."""
 _LET_GO_S = 1.0
 """Time for gloo's thread to let go of the tensors of a collective (AutoTP). The caller goes on a few ms before that."""
 BY_MODULE = "ZeRO-3 gathers its parameters module by module. Let ds_memo.initialize make the engine"
@@ -38,10 +43,12 @@ def refuse_call(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         CannotTile: with the reason.
     """
     hidden = hidden_states(args, kwargs)
-    if not isinstance(hidden, torch.Tensor) or hidden.dim() != 3 or not hidden.is_floating_point():
+    if not is_dense(hidden) or hidden.dim() != 3 or not hidden.is_floating_point():
         raise CannotTile("its first argument is no tensor of hidden states (batch, tokens, hidden)")
+    if any(map(_sees_tiles, _hooks_of_all_modules())):
+        raise CannotTile("a hook of all modules, as FlopCounterMode has, would run once for each tile")
     for name, part_of_it in module.named_modules():
-        if name and any(map(is_foreign, (*part_of_it._forward_hooks.values(), *part_of_it._forward_pre_hooks.values()))):
+        if name and any(_sees_tiles(hook) for table in _HOOKS for hook in getattr(part_of_it, table).values()):
             raise CannotTile(f"a hook of its {name} would run once for each tile")
     leaf = next((name for name, part_of_it in module.named_modules() if name and getattr(part_of_it, "_z3_leaf", False)), None)
     if leaf is not None and not getattr(module, "_z3_leaf", False):
@@ -50,8 +57,32 @@ def refuse_call(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         raise CannotTile(BY_MODULE)
 
 
+def _hooks_of_all_modules() -> Iterator[Any]:
+    for table in _HOOKS:
+        for hook in getattr(modules, f"_global{table}").values():
+            if torch.is_grad_enabled() or getattr(hook, "__module__", "") != _NOTES_NAMES:
+                yield hook
+
+
+def _sees_tiles(hook: Any) -> bool:
+    return is_foreign(hook) and not _is_idle(hook)
+
+
 def is_foreign(hook: Any) -> bool:
-    return not getattr(hook, "__module__", "").startswith(("deepspeed.", "ds_memo.sequence."))
+    return not getattr(hook, "__module__", "").startswith(("deepspeed.", "ds_memo."))
+
+
+def _is_idle(hook: Any) -> bool:
+    """Return True for a hook of Transformers that collects outputs, none of which this call asks for.
+
+    Such hooks stay after a call that asks for any.
+    """
+    capturing = sys.modules.get("transformers.utils.output_capturing")
+    if getattr(hook, "__module__", "") != getattr(capturing, "__name__", None) or not hasattr(capturing, "_active_collector"):
+        return False
+    collected = capturing._active_collector.get()
+    held = dict(zip(hook.__code__.co_freevars, hook.__closure__ or (), strict=True))
+    return not collected or ("key" in held and held["key"].cell_contents not in collected)
 
 
 def saying_why(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -69,10 +100,19 @@ def saying_why(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def refuse_writes(module: nn.Module, run: Callable[[], Any]) -> None:
-    """Run a layer, and refuse it if it writes to what it holds (counts, running statistics) or draws from other generators."""
+def refuse_writes(module: nn.Module, run: Callable[[], Any], arguments: Sequence[torch.Tensor]) -> None:
+    """Run a layer, and refuse it if it writes to what it holds (counts, running statistics) or is given (states of a cache), or
+    draws from other generators.
+
+    Args:
+        arguments: tensors that the run gets.
+    """
     before, named = LayerState("", module).before(learns=True), named_states()
+    given = [(tensor, tensor._version, copied(tensor, {})) for tensor in arguments]
     run()
+    for tensor, version, copy in given:
+        if tensor._version != version or not alike(tensor, copy):
+            raise CannotTile(f"it writes to an argument of the shape {tuple(tensor.shape)}, which tiles would do each")
     if changed := before.changed():
         raise CannotTile(f"it writes to its {changed[0]}, which tiles would do each")
     drawn = [*before.drew_from(), *(["a tensor-parallel state"] if named_states() != named else [])]
@@ -131,6 +171,8 @@ class Watch(KeepsGiven):
         """Module whose code takes a softmax over scores."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if under_a_checkpoint():
+            raise CannotTile(UNDER_A_CHECKPOINT)
         out = super().__torch_dispatch__(func, types, args, kwargs)
         tensors, given = tensor_leaves(out), {storage_of(tensor) for tensor in tensor_leaves((args, kwargs))}
         if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):

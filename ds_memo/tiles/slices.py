@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from torch.utils._pytree import tree_flatten, tree_is_leaf, tree_leaves, tree_unflatten
 
 from ds_memo.sequence.masks import Mask
@@ -151,7 +153,7 @@ class Arguments:
         return [leaves[index] for index in self._inputs]
 
     def first(self, hidden: torch.Tensor) -> tuple[tuple, dict[str, Any]]:
-        """Return the arguments of a call with the first tokens of the first sequences alone.
+        """Return the arguments of a call with the first tokens of the first sequences alone: copies, which the call may change.
 
         Args:
             hidden: their hidden states (sequences, tokens, h).
@@ -161,16 +163,13 @@ class Arguments:
 
         def cut(value: Any, place: Place | None) -> Any:
             if not isinstance(value, torch.Tensor):
-                return value
-            grads, value = value.requires_grad, value if place is None else place.cut(value, span).detach()
-            if value.is_inference():  # autograd may not save it
-                value = value.clone()
+                return _copied(value)
             if place is not None:
-                return value.requires_grad_(grads)
+                return place.cut(value, span).detach().clone().requires_grad_(value.requires_grad)
             if value.shape[-2:] != (self.length, self.length):
-                return value
+                return value.detach().clone()
             mask = value[..., :tokens, :tokens]
-            return mask[:rows] if mask.dim() > 2 and mask.shape[0] == self.batch else mask
+            return (mask[:rows] if mask.dim() > 2 and mask.shape[0] == self.batch else mask).detach().clone()
 
         leaves = [cut(*pair) for pair in zip(self._leaves, self._places, strict=True)]
         return self._with_hidden(hidden, *tree_unflatten(leaves, self._spec))
@@ -180,7 +179,7 @@ class Arguments:
 
     def _place(self, value: Any) -> Place | None:
         """Return where the tokens of an argument lie; None: it has none, or two for each value (a mask): tiles get the whole."""
-        if not isinstance(value, torch.Tensor):
+        if not is_dense(value):
             return None
         shape, of_sequences = tuple(value.shape), (1, self.batch)
         table = len(shape) == 3 and shape[0] in of_sequences and value.is_floating_point()  # (1, s, d) and d is s
@@ -198,9 +197,23 @@ def _others(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]
     return args[1:], {name: value for name, value in kwargs.items() if name != "hidden_states"}
 
 
+def _copied(value: Any) -> Any:
+    if isinstance(value, nn.Module):
+        return value
+    try:
+        return copy.deepcopy(value)
+    except Exception:  # a process group, say
+        return value
+
+
 def hidden_states(args: tuple, kwargs: dict[str, Any]) -> Any:
     """Return a layer call's hidden states; None: it has none."""
     return args[0] if args else kwargs.get("hidden_states")
+
+
+def is_dense(value: Any) -> bool:
+    """Return True for a tensor whose sequences are equally long. Without gradients, PyTorch's encoders leave out padding."""
+    return isinstance(value, torch.Tensor) and not value.is_nested
 
 
 def token_dims(short: Sequence[Any], long: Sequence[Any], lengths: tuple[int, int]) -> list[int | None]:

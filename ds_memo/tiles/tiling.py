@@ -35,7 +35,7 @@ from ds_memo.tiles.layer import TiledCall
 from ds_memo.tiles.probe import LEAST_TOKENS, probe
 from ds_memo.tiles.recipes import TiledLayer
 from ds_memo.tiles.refuse import refuse_call
-from ds_memo.tiles.slices import Arguments, hidden_states
+from ds_memo.tiles.slices import Arguments, hidden_states, is_dense
 
 
 class Tiling:
@@ -52,7 +52,7 @@ class Tiling:
         """None: no placement has asked for tiles."""
         self._layers: weakref.WeakKeyDictionary[nn.Module, Verdicts] = weakref.WeakKeyDictionary()
         self._refusals: dict[str, str] = {}
-        """Why a layer's latest call that could not be tiled could not, by the layer's name."""
+        """By the layer's name, why its latest call could not run in tiles."""
         self._caught = ExitStack()
 
     def close(self) -> None:
@@ -63,8 +63,8 @@ class Tiling:
         """Return what ``report()["tiles"]`` shows; None: no layer was asked to run in tiles."""
         if self._latest is None:
             return None
-        tiled = {found.layer.index for found in self._tiled_layers()}
-        striped = {found.layer.index for found in self._tiled_layers() if found.striped}
+        now = [found for found in self._tiled_layers() if found.layer.name not in self._refusals]
+        tiled, striped = {found.layer.index for found in now}, {found.layer.index for found in now if found.striped}
         refusals = dict(self._refusals)
         return {**self._latest._asdict(), "layers": sorted(tiled), "striped": sorted(striped), "not_tiled": refusals}
 
@@ -74,7 +74,7 @@ class Tiling:
         return any(found.result_differs for found in self._tiled_layers())
 
     def _tiled_layers(self) -> Iterator[TiledLayer]:
-        return (found for verdicts in self._layers.values() for found in verdicts.tiled.values() if found is not None)
+        return (found for verdicts in self._layers.values() for found in verdicts.tiled.values() if not isinstance(found, str))
 
     def prepare(
         self, remat: Remat, layer: Layer, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any], placement: Placement | None
@@ -114,15 +114,13 @@ class Tiling:
                 self._refuse(remat, layer, call.module, what)
                 return None
         if signature not in verdicts.tiled:
-            try:
-                with remat.aside(), torch.inference_mode(False), running_tiles():
-                    verdicts.judge(signature, call, why)
-            except CannotTile as reason:
-                why = str(reason)
+            with remat.aside(), torch.inference_mode(False), running_tiles():
+                verdicts.judge(signature, call, why)
         tiled = verdicts.tiled[signature]
-        if tiled is None and why:
-            self._refuse(remat, layer, call.module, why)
-        if tiled is None or (placement is None and tiled.shapes.draws and any(part.training for part in call.module.modules())):
+        if isinstance(tiled, str):
+            self._refuse(remat, layer, call.module, tiled)
+            return None
+        if placement is None and tiled.shapes.draws and any(part.training for part in call.module.modules()):
             return None  # whole layers draw random numbers as the model does without memo
         placed = placement or replace(FULL_RECOMPUTE, tiles=tiles)
 
@@ -136,7 +134,7 @@ class Tiling:
             return kind(tiled, call.forward, args, kwargs, cut, placed, remat, before).run()
 
         device = remat.engine.device
-        states = [] if placement is None or tiled.has_run else own_states(device)
+        states = [] if placement is None else own_states(device)
 
         def run() -> Any:
             try:
@@ -145,7 +143,7 @@ class Tiling:
                 return out
             except CannotTile as reason:
                 set_states(states)
-                verdicts.tiled[signature] = None
+                verdicts.tiled[signature] = str(reason)
                 self._refuse(remat, layer, call.module, str(reason))
                 verdicts.agree(str(reason), sure=False)
                 raise
@@ -153,6 +151,8 @@ class Tiling:
         return run
 
     def _refuse(self, remat: Remat, layer: Layer, module: nn.Module, reason: str) -> None:
+        if self._refusals.get(layer.name) == reason:
+            return
         self._refusals[layer.name] = reason
         remat.warn(f"{type(module).__name__} runs whole, not in tiles of memo.tile_tokens: {reason}")
 
@@ -163,8 +163,8 @@ class Verdicts:
     def __init__(self, layer: Layer, module: nn.Module, undo_with: Callable[[Undo], Any]) -> None:
         self._layer = layer
         self._undo_with = undo_with
-        self.tiled: dict[Any, TiledLayer | None] = {}
-        """None: such a call is neither token-wise parts around one attention call, nor a chain of tiles."""
+        self.tiled: dict[Any, TiledLayer | str] = {}
+        """A text says why such a call cannot run in tiles."""
         self.refused = False
         """True: a rank refused, and the layer runs whole on all of them for good."""
         self._trades_tokens = agree.world_size() > 1 and any(map(is_experts, module.parameters()))
@@ -174,7 +174,7 @@ class Verdicts:
         """Return True unless ranks trade tokens for experts and have other sizes: each tile is a trade."""
         if not self._trades_tokens:
             return True
-        sizes = list(hidden.shape[:2]) if isinstance(hidden, torch.Tensor) else []
+        sizes = list(hidden.shape[:2]) if is_dense(hidden) else []
         most = agree.greatest([*sizes, *(-size for size in sizes)])
         return most == [*sizes, *(-size for size in sizes)]
 
@@ -185,20 +185,21 @@ class Verdicts:
             why: it is refused already.
 
         Raises:
-            CannotTile: it cannot.
             MemoError: other ranks do not see a new signature.
         """
         sure = not self.tiled
-        self.tiled[signature] = None
-        self.agree(why, sure)  # a rank that refuses would be waited for in the check
-        shapes = None
         try:
-            with gathered(call.module):  # where Transformers (to 5.17) asks for a checkpoint outside of the layer's hooks
-                shapes = probe(call.module, call.forward, call.args, call.kwargs, self._undo_with)
+            self.agree(why, sure)  # a rank that refuses would be waited for in the check
+            shapes = None
+            try:
+                with gathered(call.module):  # where Transformers (to 5.17) asks for a checkpoint outside of the layer's hooks
+                    shapes = probe(call.module, call.forward, call.args, call.kwargs, self._undo_with)
+            except CannotTile as reason:
+                why = str(reason)
+            self.agree(why, sure)
+            self.tiled[signature] = TiledLayer(self._layer, call.module, shapes, self.agree)
         except CannotTile as reason:
-            why = str(reason)
-        self.agree(why, sure)
-        self.tiled[signature] = TiledLayer(self._layer, call.module, shapes, self.agree)
+            self.tiled[signature] = str(reason)
 
     def agree(self, why: str, sure: bool) -> None:
         """Hear of other ranks' reasons to refuse the layer.
@@ -239,7 +240,7 @@ def without_padding(module: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 def _is_one_tile(hidden: Any, tile_tokens: int) -> bool:
     """Return True for hidden states that are no longer than a tile, or too short to be cut."""
-    if not isinstance(hidden, torch.Tensor) or hidden.dim() != 3:
+    if not is_dense(hidden) or hidden.dim() != 3:
         return False  # it will be refused
     return (
         hidden.shape[1] < LEAST_TOKENS

@@ -170,8 +170,11 @@ def _products(node: Node, parents: dict[Node, list[tuple[Node, int]]], transpose
 
 
 def _is_plain(product: Any, left: int) -> bool:
-    """Return True if a product has no factor, and its left operand's gradient is wanted, so that the backward comes to it."""
-    return product.next_functions[left][0] is not None and getattr(product, "_saved_alpha", 1) == 1
+    """Return True if a product has no factor, its left operand's gradient is wanted, so that the backward comes to it, and the
+    operand is at hand: a checkpoint inside the layer would give it once."""
+    held = getattr(product, _PRODUCTS[product.name()][0].replace("_saved", "_raw_saved"))
+    plain = product.next_functions[left][0] is not None and getattr(product, "_saved_alpha", 1) == 1
+    return plain and getattr(held, "unpack_hook", None) is None
 
 
 def _plus_product(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
