@@ -14,9 +14,10 @@ from ds_memo.logits import ops  # noqa: F401  its handlers
 from ds_memo.logits.content import Content, Rows, Source, as_they_are
 from ds_memo.logits.head_bytes import BYTES_PER_LOGIT, TILE_BYTES, HeadBytes, head_bytes, tile_rows
 from ds_memo.logits.tensor import call_head
+from ds_memo.remat.checkpoint import CannotTile
 from ds_memo.remat.layer_state import LayerState
 from ds_memo.tiles.around import autocast_now
-from ds_memo.tiles.compare import is_by_token
+from ds_memo.tiles.compare import is_by_token, refuse_other_gradients
 from ds_memo.tiles.weight_gradients import see_products_of_zero3
 from ds_memo.units import GIB
 
@@ -91,10 +92,14 @@ class LazyHead:
         if len(flat_NH) <= self.rows:
             return forward(hidden)
         by_row = forward if type(head) is nn.Linear else lambda hidden_TH: forward(hidden_TH[None])[0]  # others may want a batch
+        graph = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+        with torch.set_grad_enabled(graph):
+            none = by_row(flat_NH.detach()[:0])
+        if _reads_others(none, parameters):
+            return self._whole(forward(hidden))
         rows = Rows(flat_NH.detach(), parameters)
         self._alive.add(rows)
         self.lazy_calls += 1
-        graph = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
         wanted = tuple(tensor.requires_grad for tensor in (flat_NH, *parameters)) if graph else None
         numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
         places = [
@@ -105,8 +110,6 @@ class LazyHead:
         ]
         before = None if self._state is None else self._state.before()
         source = Source(by_row, places, before, wanted, self.rows, rows.sums, autocast_now(), self._warn)
-        with torch.no_grad():
-            none = by_row(rows.hidden_NH[:0])
         index = torch.arange(len(flat_NH), device=hidden.device).view(hidden.shape[:-1])
         content = Content(source, as_they_are, (index,), (), none.shape[-1], none.dtype, none.device)
         with torch.set_grad_enabled(wanted is not None):
@@ -141,7 +144,7 @@ class LazyHead:
             gib = logits.numel() * logits.element_size() / GIB
             self._warn(
                 f"the output head ({type(self.module()).__name__}) makes its logits whole, {gib:.3g} GiB and several copies: its "
-                "weights are distributed or quantised, it mixes rows, or it has dropout"
+                "weights are distributed or quantised, it mixes rows, has dropout, or reads another tensor that needs a gradient"
             )
         return logits
 
@@ -149,6 +152,15 @@ class LazyHead:
 def _draws(head: nn.Module) -> bool:
     """Return True if the head draws random numbers (PEFT's dropout): tile by tile it would draw others."""
     return any(isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p for module in head.modules())
+
+
+def _reads_others(logits: torch.Tensor, parameters: list[nn.Parameter]) -> bool:
+    """Return True if other tensors than parameters would get a gradient by logits: tiles would not give them one."""
+    try:
+        refuse_other_gradients([logits], parameters)
+    except CannotTile:
+        return True
+    return False
 
 
 def _elsewhere(hidden: torch.Tensor) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -156,6 +157,26 @@ def test_dropout_in_the_head_is_stock_until_evaluation(monkeypatch: pytest.Monke
         assert lazy_calls(handle) == 0
         own_loss(model.eval())
         assert lazy_calls(handle) == 1
+
+
+@pytest.mark.parametrize("how", ["a list", "a weight's place"])
+def test_a_head_that_reads_another_tensor_is_stock(how: str) -> None:
+    """Tiles would give that tensor no gradient."""
+    found = []
+    for memo in (False, True):
+        model, factor = causal(), torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
+        head = model.lm_head
+        if how == "a list":
+            head.forward, head.held = (lambda x, head=head: nn.functional.linear(x, head.weight) * head.held[0]), [factor]
+        else:
+            weight = head.weight.detach()
+            del head.weight
+            head.weight = weight * factor
+        with attached(model, warns="") if memo else nullcontext() as handle:
+            logits_of(model).logsumexp(-1).sum().backward()
+            assert not memo or lazy_calls(handle) == 0
+        found.append(factor.grad)
+    torch.testing.assert_close(*found, rtol=EXACT, atol=0)
 
 
 def to_the_model_without_adapters(model: nn.Module) -> torch.Tensor:
