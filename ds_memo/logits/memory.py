@@ -43,7 +43,7 @@ class Memory:
         """True if the values have changed since they were made."""
         return self.values is not None and version_of(self.values) != self.first
 
-    def sharers(self) -> list[Any]:
+    def aliases(self) -> list[Any]:
         """Return the lazy tensors that share it now."""
         self.lazy = [ref for ref in self.lazy if ref() is not None]
         return [ref() for ref in self.lazy]
@@ -53,20 +53,20 @@ class Memory:
         if self.hooked:
             raise MemoError("lazy logits that have a hook, or a view with one, are changed in place. Register hooks on a clone")
 
-    def change(self, new: Content, view: Content, columns: range, covers: bool, tokens: int) -> bool:
+    def change(self, new: Content, view: Content, columns: range, tokens: int) -> bool:
         """Change the rows and columns of a view.
 
         Args:
             new: what the view shall be.
             view: what it is.
-            covers: True if it has all rows in the order of the memory.
+            columns: its part of the vocabulary.
             tokens: of the head's call.
 
         Returns:
             False if this cannot be said by rows.
         """
         old = self.content
-        if covers and len(columns) == old.vocabulary:
+        if view.rows == old.rows and len(columns) == old.vocabulary:  # views keep the order of rows
             maps = tuple(each.reshape(old.leading) for each in new.maps)
             self.content = replace(new, maps=maps, distinct=old.distinct, chosen={})
         elif old.distinct:
@@ -104,7 +104,5 @@ class View(NamedTuple):
     """The other lazy logits."""
     content: Callable[[Content], Content]
     values: Callable[[torch.Tensor], torch.Tensor]
-    covers: bool = False
-    """True if it has all rows, in the same order."""
     columns: slice = slice(None)
-    """Of the vocabulary."""
+    """Part of the vocabulary."""

@@ -188,33 +188,31 @@ def on_rows(func: Any, name: str, logits: LazyLogits, *args: Any, **kwargs: Any)
     content, dims = logits.content, logits.dim()
     if not content.by_rows:
         return NotImplemented
-    how = {"func": func, "args": args, "kwargs": kwargs}
+
+    def choose(choice: Callable[[torch.Tensor], Any]) -> Any:
+        return _choose(logits, choice, lambda whole: func(whole, *args, **kwargs), (name, args, kwargs))
+
     if name in ("view", "reshape"):
         shape = args[0] if args and isinstance(args[0], (tuple, list)) else args or kwargs.get("shape", ())
         inferred = shape and shape[-1] == -1 and math.prod(shape[:-1]) == content.rows
         if not shape or isinstance(shape[0], torch.dtype) or not (inferred or shape[-1] == content.vocabulary):
             return NotImplemented
-        return _choose(logits, lambda each: each.reshape(shape[:-1]), covers=True, **how)
+        return choose(lambda each: each.reshape(shape[:-1]))
     if name == "flatten":
         start, end = (list(args) + [kwargs.get("start_dim", 0), kwargs.get("end_dim", -1)][len(args) :])[:2]
-        if end % dims == dims - 1:
-            return NotImplemented
-        return _choose(logits, lambda each: each.flatten(start % dims, end % dims), covers=True, **how)
-    if name == "squeeze" and len(args) > 1:
-        return NotImplemented
+        return NotImplemented if end % dims == dims - 1 else choose(lambda each: each.flatten(start % dims, end % dims))
     if name == "squeeze" and not (args or kwargs):
-        return _choose(logits, torch.squeeze, covers=True, **how) if content.vocabulary > 1 else NotImplemented
+        return choose(torch.squeeze) if content.vocabulary > 1 else NotImplemented
     where = 1 if name in ("split", "chunk", "tensor_split") else 0
     named = dict(kwargs)
     dim = named.pop("dim", args[where] if len(args) > where else 0)
     size = dims + 1 if name == "unsqueeze" else dims
     if isinstance(dim, int) and dim % dims == dims - 1 and name in ("select", "index_select"):
         return chosen(func, name, logits, (..., named.get("index", args[-1])))
-    if not isinstance(dim, int) or dim % size == size - 1:
+    if not isinstance(dim, int) or dim % size == size - 1 or (name == "squeeze" and len(args) > 1):
         return NotImplemented
     call, before, after = getattr(torch.Tensor, name), args[:where], args[where + 1 :]
-    covers, distinct = name in ("squeeze", "unsqueeze"), name != "index_select"
-    return _choose(logits, lambda each: call(each, *before, dim % size, *after, **named), covers, distinct, **how)
+    return choose(lambda each: call(each, *before, dim % size, *after, **named))
 
 
 def chosen(func: Any, name: str, logits: LazyLogits, key: Any) -> Any:
@@ -231,9 +229,7 @@ def chosen(func: Any, name: str, logits: LazyLogits, key: Any) -> Any:
     elif isinstance(of_vocabulary, slice):
         logits = _columns(logits, of_vocabulary)
     if indices or any(k != slice(None) for k in rows):
-        how = {"func": torch.Tensor.__getitem__, "args": ((*rows, slice(None)),), "kwargs": {}}
-        distinct = all(torch.is_tensor(k) and k.dtype == torch.bool for k in indices)
-        logits = _choose(logits, lambda each: each[tuple(rows)], False, distinct, **how)
+        logits = _choose(logits, lambda each: each[tuple(rows)], lambda whole: whole[(*rows, slice(None))], rows)
     if isinstance(of_vocabulary, int):
         logits = _columns(logits, of_vocabulary)
     logits.key = key
@@ -251,7 +247,7 @@ def _columns(logits: LazyLogits, part: slice | int) -> LazyLogits:
 
         return replace(of, expression=expression, vocabulary=len(range(of.vocabulary)[columns]), column=one)
 
-    return _view(logits, lambda whole: whole[..., part], content=content, covers=True, columns=columns)
+    return _view(logits, lambda whole: whole[..., part], content=content, columns=columns)
 
 
 def _view(logits: LazyLogits, values: Callable[[torch.Tensor], torch.Tensor], **how: Any) -> LazyLogits:
@@ -265,33 +261,23 @@ def transposed(func: Any, name: str, logits: LazyLogits, *args: Any, **kwargs: A
     def content(of: Content) -> Content:
         return replace(of, moved=not of.moved)
 
-    return _view(logits, lambda whole: func(whole, *args, **kwargs), content=content, covers=True)
+    return _view(logits, lambda whole: func(whole, *args, **kwargs), content=content)
 
 
 def _stand_in(logits: LazyLogits) -> torch.Tensor:
     return torch.empty_strided(logits.shape, logits.stride(), dtype=logits.dtype, device="meta")
 
 
-def _choose(
-    logits: LazyLogits,
-    choice: Callable[[torch.Tensor], Any],
-    covers: bool,
-    distinct: bool = True,
-    *,
-    func: Callable[..., Any],
-    args: tuple,
-    kwargs: dict[str, Any],
-) -> Any:
-    """Return the logits of chosen rows, several where `choice` gives several.
+def _choose(logits: LazyLogits, choice: Callable[[torch.Tensor], Any], call: Callable[[torch.Tensor], Any], how: Any) -> Any:
+    """Return the logits of chosen rows in their order, several where `choice` gives several.
 
     Args:
         choice: of a map.
-        covers: True if all rows are chosen, in their order.
-        distinct: False if a row may be chosen twice.
-        func, args, kwargs: the same for the logits, which tell if PyTorch makes a view.
+        call: the same of logits; PyTorch tells by it what is a view.
+        how: name and arguments, or an index of each dimension of the rows.
     """
-    plain = not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves((args, kwargs)))
-    text = repr((func.__name__, args, kwargs)) if plain else None
+    tensors = [leaf for leaf in tree_leaves(how) if isinstance(leaf, torch.Tensor)]
+    text = None if tensors else repr(how)
 
     def maps(of: Content) -> Any:
         """Return the choice of each map. The same choice made twice is one, so that terms take one loop."""
@@ -302,19 +288,17 @@ def _choose(
         return of.chosen[text]
 
     found, stand_in = maps(logits.content), _stand_in(logits)
-    made = func(stand_in, *args, **kwargs) if plain else None  # an index that is a tensor makes a copy
+    made = None if tensors else call(stand_in)  # an index that is a tensor makes a copy
 
     def one(of: Callable[[Any], Any]) -> LazyLogits:
         if made is not None and storage_of(of(made)) == storage_of(stand_in):
-            return view_of(
-                logits,
-                of(made).stride(),
-                content=lambda content: replace(content, maps=tuple(map(of, maps(content))), chosen={}),
-                values=lambda whole: of(func(whole, *args, **kwargs)),
-                covers=covers,
-            )
-        content = logits.content
-        return derive(logits, replace(content, maps=tuple(map(of, found)), distinct=content.distinct and distinct))
+
+            def content(of_parent: Content) -> Content:
+                return replace(of_parent, maps=tuple(map(of, maps(of_parent))), chosen={})
+
+            return view_of(logits, of(made).stride(), content=content, values=lambda whole: of(call(whole)))
+        once = all(mask.dtype == torch.bool for mask in tensors) and not any(isinstance(each, list) for each in how)
+        return derive(logits, replace(logits.content, maps=tuple(map(of, found)), distinct=logits.content.distinct and once))
 
     if torch.is_tensor(found[0]):
         return one(lambda result: result)

@@ -37,7 +37,7 @@ _NATIVE = (
     *("__len__", "__hash__", "__format__"),
 )
 """Methods that ask for no value."""
-_VALUES = ("T", "mT", "H", "mH", "real", "imag")
+_VALUES = ("T", "mT", "H", "mH", "real", "imag", "data")
 """Properties that are tensors of values."""
 _ADDRESSES = ("data_ptr", "untyped_storage", "storage", "__dlpack__", "numpy", "__array__")
 _GEOMETRY = (
@@ -84,7 +84,7 @@ class LazyLogits(torch.Tensor):
 
     @property
     def content(self) -> Content:
-        """What they are now."""
+        """The content as of now."""
         if self.how is None:
             return self.memory.content
         if self._made[0] != self.memory.changes:
@@ -99,6 +99,11 @@ class LazyLogits(torch.Tensor):
     def owner(self) -> LazyLogits:
         """Those of all the memory, of which these are a view."""
         return self if self.how is None else self.how.of.owner
+
+    @property
+    def columns(self) -> range:
+        """Their part of the memory's vocabulary."""
+        return range(self.memory.content.vocabulary) if self.how is None else self.how.of.columns[self.how.columns]
 
     @property
     def real_tensor(self) -> torch.Tensor:
@@ -127,24 +132,13 @@ class LazyLogits(torch.Tensor):
         if not args and "input" in kwargs:
             kwargs = kwargs.copy()
             args = (kwargs.pop("input"),)
-        accessor = name if name in ("__get__", "__set__") else None
-        name = func.__self__.__name__ if accessor else name
-        plain = (
-            name in _NATIVE
-            or (name == "requires_grad_" and args[0].requires_grad)
-            or (accessor and name not in (*_VALUES, "data"))
-        )
+        if name in ("__get__", "__set__"):
+            plain, name = func.__self__.__name__ not in _VALUES, func.__self__.__name__
+        else:
+            plain = name in _NATIVE or (name == "requires_grad_" and args[0].requires_grad)
         if plain and isinstance(args[0], LazyLogits):
             return func(args[0].real_tensor, *args[1:], **kwargs) if args[0].is_real else _native(func, args, kwargs)
-        if torch._C._functorch.peek_interpreter_stack() is not None:
-            raise MemoError(
-                f"{name}() of lazy logits under a transform of torch.func (vmap, grad, jvp), which does not know them. Set "
-                'memo.kernels.cross_entropy to "whole"'
-            )
-        if name in _GEOMETRY or (accessor == "__set__" and name == "data"):
-            raise MemoError(f"{name} of lazy logits, which take no other memory and strides in place. Clone them first")
-        if name == "retain_grad" or (name == "requires_grad_" and not args[0].requires_grad):
-            raise MemoError(NO_WHOLE_GRADIENT.format(f"{name}()"))
+        _refuse(func, name)
         if name == "register_hook":
             return _hook(func, args, kwargs)
         if func in (torch.autograd.grad, torch.autograd.backward):
@@ -159,8 +153,6 @@ class LazyLogits(torch.Tensor):
             for logits in own:
                 _follow(logits.memory, counts=_is_in_place(name))
             return args[0] if _is_in_place(name) and found is not None and args and isinstance(args[0], LazyLogits) else found
-        if name == "requires_grad_":
-            return _native(func, args, kwargs)
         targets = _written(func, name, args, kwargs)
         handler = handlers.get(name.strip("_"))
         if handler not in of_any and not (args and isinstance(args[0], LazyLogits)):
@@ -244,24 +236,21 @@ def change(logits: LazyLogits, new: Content, trains: bool) -> Any:
         The logits; NotImplemented where the graph or the rows do not allow it.
     """
     memory, owner, trained = logits.memory, logits.owner, logits.requires_grad
-    covers, columns, views, each = True, range(memory.content.vocabulary), [], logits
+    each = logits
     while each.how is not None:
-        views.append(each.how)
         each = each.how.of
         if each.requires_grad != trained:
             return NotImplemented
-    for view in reversed(views):
-        covers, columns = covers and view.covers, columns[view.columns]
-    others = any(other.requires_grad for other in memory.sharers() if other.how is None and other is not owner)
+    others = any(other.requires_grad for other in memory.aliases() if other.how is None and other is not owner)
     seen = trained and torch.is_grad_enabled() and not logits.is_leaf
     if others or trained != seen or trained < trains or (new.dtype, new.vocabulary) != (logits.dtype, logits.shape[-1]):
         return NotImplemented
     memory.about_to_change()
-    if not memory.change(new, logits.content, columns, covers, len(logits.rows.hidden_NH)):
+    if not memory.change(new, logits.content, logits.columns, len(logits.rows.hidden_NH)):
         return NotImplemented
     torch.autograd.graph.increment_version(logits)
     logits.marks = _version(logits)
-    for each in memory.sharers() if trained else ():  # a gradient that comes now is one of other logits than before
+    for each in memory.aliases() if trained else ():  # a gradient that comes now is one of other logits than before
         if each.requires_grad:
             Derive.apply(lambda each=each: each, each)
             each.marks = _version(each)
@@ -285,6 +274,19 @@ def under_autocast(fn: PerRow) -> PerRow:
             return fn(*arguments)
 
     return run
+
+
+def _refuse(func: Any, name: str) -> None:
+    """Raise MemoError for what logits without memory and gradient cannot do."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise MemoError(
+            f"{name}() of lazy logits under a transform of torch.func (vmap, grad, jvp), which does not know them. Set "
+            'memo.kernels.cross_entropy to "whole"'
+        )
+    if name in _GEOMETRY or (name == "data" and func.__name__ == "__set__"):
+        raise MemoError(f"{name} of lazy logits, which take no other memory and strides in place. Clone them first")
+    if name in ("retain_grad", "requires_grad_"):
+        raise MemoError(NO_WHOLE_GRADIENT.format(f"{name}()"))
 
 
 def _native(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -362,7 +364,7 @@ def _realize(logits: LazyLogits, op: str) -> torch.Tensor:
     if not logits.is_real:
         memory.about_to_change()
         memory.op = op
-        with torch.inference_mode(all(_is_inference(each) for each in memory.sharers())):
+        with torch.inference_mode(all(_is_inference(each) for each in memory.aliases())):
             memory.values = owner.compute(op).contiguous()
         memory.first = version_of(memory.values)
         _follow(memory, counts=False)
@@ -378,7 +380,7 @@ def _follow(memory: Memory, counts: bool) -> None:
     if memory.values is None or memory.followed == (version := version_of(memory.values)):
         return
     memory.followed = version
-    for each in memory.sharers():
+    for each in memory.aliases():
         with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass(), suppress(RuntimeError):
             # PyTorch refuses a part of split() and a view made without gradients, once their base has changed: at their next use
             if not each.is_leaf and each.real_tensor.requires_grad:

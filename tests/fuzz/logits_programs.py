@@ -70,6 +70,7 @@ class Sides:
         self.memo = copy.deepcopy(self.stock)
         self.start = copy.deepcopy(dict(self.stock.named_parameters()))
         self.handle = ds_memo.attach(self.memo, MEMO)
+        self.memo(input_ids=GIVEN["ids"])  # the head is looked at, and has its own number of rows
         for head in self.handle._session.heads:
             head.rows = TILE
 

@@ -37,6 +37,7 @@ def defects(sides: Sides, programs: int, seed: int, shrunk: int = 10) -> dict[st
 
 def test_programs(sides: Sides) -> None:
     assert not defects(sides, DAILY, seed=0)
+    assert sides.handle._session.heads[0].lazy_calls >= DAILY / 2
 
 
 @pytest.mark.slow

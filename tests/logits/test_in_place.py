@@ -209,7 +209,7 @@ def views_as_they_were(patch: pytest.MonkeyPatch) -> None:
 
 
 def gradients_as_before(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Memory, "sharers", lambda self: [])
+    patch.setattr(Memory, "aliases", lambda self: [])
 
 
 CONTROLS = [
