@@ -85,19 +85,39 @@ def version_of(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version  # inference tensors count no changes
 
 
-def unchanged(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Return a function that returns the tensor, and raises MemoError if it was changed in place meanwhile."""
-    version = version_of(tensor)
+class Kept:
+    """A tensor that lazy logits are computed with, as it is now: a copy, or of a large one the tensor, if it does not change.
 
-    def get() -> torch.Tensor:
-        if version_of(tensor) != version:
-            raise MemoError(
-                f"a tensor of {tuple(tensor.shape)} was changed in place after lazy logits were computed with it, and before "
-                "they were read or their backward ran. Give them a clone"
-            )
-        return tensor
+    Args:
+        most: numbers that are copied.
+    """
 
-    return get
+    def __init__(self, tensor: torch.Tensor, most: int) -> None:
+        self._tensor = tensor.clone() if tensor.numel() <= most else tensor
+        self._is_copy = self._tensor is not tensor
+        self._version = version_of(self._tensor)
+        self._sum = None if self._is_copy else tensor.sum(dtype=torch.float64)
+
+    def get(self) -> torch.Tensor:
+        """Return it.
+
+        Raises:
+            MemoError: it was changed in place meanwhile.
+        """
+        if version_of(self._tensor) != self._version:
+            raise self._changed()
+        return self._tensor
+
+    def check(self) -> None:
+        """Raise MemoError if it was changed, even by ``.data``."""
+        if self._sum is not None and not torch.equal(self.get().sum(dtype=torch.float64).nan_to_num(), self._sum.nan_to_num()):
+            raise self._changed()
+
+    def _changed(self) -> MemoError:
+        return MemoError(
+            f"a tensor of {tuple(self._tensor.shape)} was changed in place after lazy logits were computed with it, and before "
+            "they were read or their backward ran. Give them a clone"
+        )
 
 
 @dataclass(eq=False)
@@ -158,6 +178,8 @@ class Content:
     """True for one entry of the vocabulary, without its dimension."""
     chosen: dict[str, list[Any]] = field(default_factory=dict)
     """Choices of rows of each map, by the op's text: the same choice made twice is one."""
+    kept: tuple[Kept, ...] = ()
+    """Tensors that the expression is computed with."""
     distinct: bool = True
     """False if a row may be there more than once."""
 
@@ -180,6 +202,11 @@ class Content:
         """True if the vocabulary is the last dimension."""
         return not (self.moved or self.column)
 
+    @property
+    def few(self) -> int:
+        """Numbers of a tensor that is small beside logits."""
+        return max(8 * self.rows, self.vocabulary)
+
     def tiles(self) -> list[slice]:
         """Return the spans of rows that exist at once; of no rows one empty span."""
         step = self.source.tile_rows
@@ -190,7 +217,9 @@ class Content:
         return replace(self, maps=tuple(by_row.reshape(-1)[index] for by_row in self.maps), chosen={})
 
     def check(self) -> None:
-        """Raise MemoError if logits of other calls that these are made with could not be computed as they were."""
+        """Raise MemoError if what these are made with could not be computed as it was."""
+        for kept in self.kept:
+            kept.check()
         for operand in self.operands:
             if isinstance(operand, Other):
                 operand.rows.check()

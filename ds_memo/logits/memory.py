@@ -88,9 +88,8 @@ class Memory:
                 return values.index_copy(0, picked, changed)
 
             by_row = numbers[old.maps[0].reshape(-1)]
-            self.content = replace(
-                old, expression=expression, maps=(*old.maps, all_rows), operands=(*old.operands, by_row), chosen={}
-            )
+            maps, operands, kept = (*old.maps, all_rows), (*old.operands, by_row), (*old.kept, *new.kept)
+            self.content = replace(old, expression=expression, maps=maps, operands=operands, kept=kept, chosen={})
         else:
             return False
         self.changes += 1

@@ -18,7 +18,7 @@ import torch
 from torch.autograd import Function
 
 from ds_memo.errors import MemoError
-from ds_memo.logits.content import CHANGED, Content, PerRow, Source, Tile, as_they_are, as_tuple, results, sums_of, unchanged
+from ds_memo.logits.content import CHANGED, Content, Kept, PerRow, Source, Tile, as_they_are, as_tuple, results, sums_of
 from ds_memo.tiles.weight_gradients import GradientSums
 
 NO_WHOLE_GRADIENT = (
@@ -246,7 +246,8 @@ class Reduce(Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Any, fn: PerRow, arguments: tuple, device: torch.device | None) -> tuple[torch.Tensor, ...]:
-        ctx.content, ctx.fn, ctx.arguments = logits.content, fn, [unchanged(argument) for argument in arguments]
+        content = logits.content
+        ctx.content, ctx.fn, ctx.arguments = content, fn, [Kept(argument, content.few) for argument in arguments]
         ctx.set_materialize_grads(False)
         found = results(logits.content, logits.rows, fn, arguments, device)
         ctx.mark_non_differentiable(*(part for part in found if not part.is_floating_point()))
@@ -255,7 +256,7 @@ class Reduce(Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         there = tuple(None if gradient is None else gradient.to(ctx.content.device) for gradient in gradients)
-        arguments = tuple(get() for get in ctx.arguments)
+        arguments = tuple(kept.get() for kept in ctx.arguments)
         return LazyGradient(ctx.content, [Term(ctx.content, ctx.fn, arguments, there)]), None, None, None
 
 

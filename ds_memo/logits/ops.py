@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._pytree import tree_leaves
 
-from ds_memo.logits.content import Content, Other, Tile, unchanged
+from ds_memo.logits.content import Content, Kept, Other, Tile
 from ds_memo.logits.nodes import Sum
 from ds_memo.logits.tensor import LazyLogits, alias, by_row, change, derive, handlers, in_place, of_any, under_autocast, view_of
 from ds_memo.remat.tensors import storage_of
@@ -48,6 +48,7 @@ def elementwise(func: Any, name: str, *args: Any, **kwargs: Any) -> Any:
     if not content.by_rows or any(any(a is not b for a, b in zip(logits.content.maps, widest.maps)) for logits in kin):  # noqa: B905
         return NotImplemented
     maps, operands = list(widest.maps), list(widest.operands)
+    kept = [each for logits in kin for each in logits.content.kept]
 
     def by_rows(operand: torch.Tensor | Other) -> Callable[[Tile], torch.Tensor]:
         number = len(maps)
@@ -67,17 +68,17 @@ def elementwise(func: Any, name: str, *args: Any, **kwargs: Any) -> Any:
             return lambda tile: value
         if value.requires_grad and torch.is_grad_enabled():
             raise _Unknown
-        value = value.detach()
-        get = unchanged(value)
+        kept.append(now := Kept(value.detach(), content.few))
+        value = now.get()
         if value.dim() == 0:
-            return lambda tile: get()
+            return lambda tile: value
         shape = torch.broadcast_shapes(value.shape[:-1], content.leading)
         if value.shape[-1] not in (1, content.vocabulary) or shape != content.leading:
             raise _Unknown
         if all(size == 1 for size in value.shape[:-1]):
-            return lambda tile: get().reshape(-1)
+            return lambda tile: now.get().reshape(-1)
         rows = by_rows(value.expand(*content.leading, value.shape[-1]).reshape(content.rows, value.shape[-1]))
-        return lambda tile: get() is value and rows(tile)
+        return lambda tile: now.get() is value and rows(tile)
 
     try:
         positional, named = [prepared(value) for value in args], {key: prepared(value) for key, value in kwargs.items()}
@@ -97,6 +98,7 @@ def elementwise(func: Any, name: str, *args: Any, **kwargs: Any) -> Any:
         expression=expression,
         maps=content.maps if len(maps) == len(content.maps) else tuple(maps),
         operands=tuple(operands),
+        kept=tuple(kept),
         dtype=sample.dtype,
         vocabulary=sample.shape[-1],
     )

@@ -192,20 +192,34 @@ def test_a_backward_after_the_head_was_changed(change: str) -> None:
             loss.backward()
 
 
+FULL = torch.rand(BATCH, LENGTH, VOCAB, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
 OPERANDS: dict[str, tuple[torch.Tensor, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]] = {
-    "a number": (torch.tensor(0.7, dtype=torch.float64), lambda y, x: total(y / x)),
-    "a vector": (torch.ones(VOCAB, dtype=torch.float64), lambda y, x: total(y + x)),
-    "a mask": (IDS[..., None] > 50, lambda y, x: total(y.masked_fill(x, 1.0))),
-    "targets": (IDS.clone(), lambda y, x: F.cross_entropy(y.view(-1, VOCAB), x.view(-1), reduction="none").sum()),
+    "a number": (torch.tensor(0.7, dtype=torch.float64), lambda y, x: y / x),
+    "a vector": (torch.ones(VOCAB, dtype=torch.float64), lambda y, x: y + x),
+    "a mask": (IDS[..., None] > 50, lambda y, x: y.masked_fill(x, 1.0)),
+    "targets": (IDS.clone(), lambda y, x: F.cross_entropy(y.view(-1, VOCAB), x.view(-1), reduction="none")[:, None]),
+    "as large": (FULL, lambda y, x: y + x),
 }
 
 
+@pytest.mark.parametrize("by_data", [False, True])
 @pytest.mark.parametrize("name", OPERANDS)
-def test_an_operand_that_changes_before_the_backward(name: str) -> None:
-    operand, loss = OPERANDS[name]
-    operand = operand.clone()
+def test_an_operand_that_changes_later(name: str, by_data: bool) -> None:
+    """Small ones are copied; a change of a large one is refused."""
+    operand, use = OPERANDS[name]
+
+    def loss(model: nn.Module) -> torch.Tensor:
+        mine = operand.clone()
+        found = use(logits_of(model), mine)
+        changes = mine.data if by_data else mine.detach()
+        changes.logical_not_() if operand.dtype == torch.bool else changes.add_(1)
+        return total(found)
+
     model = causal()
-    with attached(model), pytest.raises(MemoError, match="was changed in place after lazy logits were computed with it"):
-        value = loss(logits_of(model), operand)
-        operand.logical_not_() if operand.dtype == torch.bool else operand.add_(1)
-        value.backward()
+    want = loss(model)
+    with attached(model):
+        if name == "as large":
+            with pytest.raises(MemoError, match="was changed in place after lazy logits were computed with it"):
+                loss(model)
+        else:
+            torch.testing.assert_close(loss(model), want, rtol=EXACT, atol=0)
