@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, __version__
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tests.models import HEADS, HIDDEN, LAYERS, VOCAB
 
 NAMES = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 """Their model types."""
+IS_PINNED = f"transformers=={__version__}" in (Path(__file__).parents[1] / "constraints.txt").read_text().splitlines()
+"""True for the Transformers whose families the documentation lists. Others have other ones, and other code for some."""
 LARGEST = 20_000_000
 """Parameters. A larger model has a tower that `SIZES` does not reach."""
 
@@ -95,7 +98,7 @@ _BLT_PART = {**_BLT, "hidden_size_global": HIDDEN, "num_hidden_layers": 2, "inte
 _NO_TOWERS = {"vision_config": None, "audio_config": None}
 OWN: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa"), _LATENT),
-    "mistral4": _LATENT,
+    **dict.fromkeys(("mistral4", "sarvam_mla"), _LATENT),
     **dict.fromkeys(("longcat_flash", "minicpm3", "youtu"), _NARROW),
     "blt": {
         "patch_size": 4,
@@ -115,6 +118,7 @@ OWN: dict[str, dict[str, Any]] = {
         "ffn_config": {"ffn_hidden_size": _WIDTH, "moe_num_experts": 4, "moe_top_k": 2},
     },
     "dots3_note_text": {"num_key_value_heads": HEADS},
+    "dory": {"n_input_layers": 1, "n_output_layers": 1, "initializer_range": 1.0},  # its scales are divided by it
     "falcon_h1": {"mamba_d_ssm": 2 * HIDDEN},
     **dict.fromkeys(("gemma4", "gemma4_unified"), _NO_TOWERS),
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from transformers import PreTrainedModel
 
 from ds_memo.errors import MemoError
+from ds_memo.hf.caches import earlier_tokens
 from ds_memo.hf.rotary import seen_by_rotary
 from ds_memo.hf.sequence_tables import FIELD, MODELS, find_documents_at_the_entrance, take_over
 from ds_memo.sequence.catch_mixers import catch_mixers
@@ -142,8 +143,7 @@ class Decoder:
         tokens = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
         if not isinstance(tokens, torch.Tensor) or tokens.dim() < 2:
             raise MemoError(f"{FIELD} {self.ranks.size}: {type(module).__name__} was called without input_ids or inputs_embeds")
-        cache = given.get("past_key_values")
-        if cache is not None and cache.get_seq_length():
+        if earlier_tokens(given):
             raise MemoError(
                 f"{FIELD} {self.ranks.size}: a cache is of whole sequences; generate with a model that is not in parts"
             )

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from ds_memo.errors import MemoConfigError, MemoError
+from ds_memo.hf.caches import CACHES, earlier_tokens
 from ds_memo.hf.find_layers import is_huggingface_layer
 from ds_memo.units import MIB
 
@@ -69,20 +70,19 @@ def is_offloaded() -> bool:
 
 
 def refuse_cache(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Refuse keys and values that a Hugging Face model is given in training; a forward pre-hook.
+    """Refuse keys, values and states of earlier tokens that a Hugging Face model is given in training; a forward pre-hook.
 
     Raises:
-        MemoError: Transformers would drop them, as for every model that is checkpointed, and the loss be another.
+        MemoError: Transformers would drop them, as for every model that is checkpointed, and the loss be another. Before 5.24
+            state spaces keep theirs, each replay writes to them, and gradients would be others.
     """
-    cache = kwargs.get("past_key_values")
-    if not cache or not model.training or not torch.is_grad_enabled():
+    if not model.training or not torch.is_grad_enabled():
         return
-    tokens = cache.get_seq_length() if hasattr(cache, "get_seq_length") else cache[0][0].shape[-2]
-    if tokens:
+    if name := earlier_tokens(kwargs):
         raise MemoError(
-            f"{type(model).__name__} was given past_key_values of {tokens} tokens in training, and Transformers drops them where "
-            "layers are checkpointed: the loss would be another. Prefix tuning, which needs them, goes without memo; else call "
-            "the model without them"
+            f"{type(model).__name__} was given earlier tokens in training ({name}). Layers that are checkpointed drop such a "
+            "cache or write to it twice: the loss or gradients would be others. Prefix tuning, which needs it, goes without "
+            "memo; else call the model without it"
         )
 
 
@@ -92,7 +92,7 @@ def fill_no_cache(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tupl
     Such a cache has the keys and values of all layers (Trainer.evaluate), and layers that fill it cannot run in tiles.
     """
     labels = kwargs.get("labels")
-    if torch.is_grad_enabled() or labels is None or labels.shape[-1] <= LONG or {"use_cache", "past_key_values"} & kwargs.keys():
+    if torch.is_grad_enabled() or labels is None or labels.shape[-1] <= LONG or {"use_cache", *CACHES} & kwargs.keys():
         return None
     return args, {**kwargs, "use_cache": False}
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import deepspeed.comm as dist
 import pytest
 import torch
-from transformers import T5Config, T5ForConditionalGeneration
+from transformers import DynamicCache, T5Config, T5ForConditionalGeneration
 
 import ds_memo
 from ds_memo.autotune.policy import PlacementPolicy
@@ -123,8 +123,10 @@ class TestGradients(DistributedTest):
         model = build("llama")
         sequence.set_up(model, 2)
         given = {"input_ids": tokens, "position_ids": positions, "use_cache": False}
+        layer = (torch.zeros(2, 2, 5, 16), torch.zeros(2, 2, 5, 16))
         for more, message in (
             ({"position_ids": None}, "was called without position_ids"),
+            ({"past_key_values": DynamicCache([layer])}, "a cache is of whole sequences"),
             ({"labels": labels}, "was called with labels, and would leave each part's last token out"),
             ({"attention_mask": torch.zeros(2, 1, 12, 12)}, r"a mask of its own \(a Tensor of shape \(2, 1, 12, 12\)\)"),
             ({"attention_mask": torch.ones(2, 24)}, r"attention_mask has the shape \(2, 24\); expected \(2, 12\)"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -11,11 +12,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import DynamicCache
 
 import ds_memo
 from ds_memo.runtime import conflicts
+from tests import architectures
 from tests.deepspeed.engines import ON_ONE_CPU_RANK
-from tests.models import LAYERS, VOCAB, Batch, assert_same, build, step
+from tests.models import LAYERS, VOCAB, Batch, assert_same, assert_same_grads, build, gradients, step
 
 pytestmark = ON_ONE_CPU_RANK
 
@@ -130,15 +133,46 @@ def test_a_mask_for_every_pair(monkeypatch: pytest.MonkeyPatch) -> None:
     assert any("grow with the square of the length" in line for line in handle.report()["warnings"])
 
 
+CACHES = {"llama": "past_key_values", "mamba": "cache_params"}
+"""Their names until Transformers 5.24, which calls both ``cache`` and takes the old names, too."""
+
+
+def names_of_caches(kind: str, model: nn.Module) -> list[str]:
+    return [CACHES[kind], *({"cache"} & inspect.signature(model.forward).parameters.keys())]
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # the old name
 @pytest.mark.parametrize("wrapped", [False, True])
-def test_keys_and_values_given_in_training(wrapped: bool) -> None:
+@pytest.mark.parametrize("kind", CACHES)
+def test_earlier_tokens_given_in_training(kind: str, wrapped: bool) -> None:
     """Transformers would drop them without a word to the loss; without training they are welcome."""
-    model = build("llama")
+    model = architectures.build(kind)
     ds_memo.attach(nn.ModuleDict({"model": model}) if wrapped else model, {"alpha": 0.5, "resident_layers": 1})
     ids = torch.arange(3, 20)[None]
-    with torch.no_grad():
-        cache = model(input_ids=ids[:, :8], use_cache=True).past_key_values
-        assert model(input_ids=ids[:, 8:9], past_key_values=cache).past_key_values.get_seq_length() == 9
-    with pytest.raises(ds_memo.MemoError, match="LlamaModel was given past_key_values of 9 tokens in training"):
-        model(input_ids=ids[:, 9:], past_key_values=cache)
-    assert model(input_ids=ids, past_key_values=None).logits.requires_grad
+    for name in names_of_caches(kind, model):
+        with torch.no_grad():
+            cache = model(input_ids=ids[:, :8], use_cache=True)[CACHES[kind]]
+            after = model(input_ids=ids[:, 8:9], **{name: cache}).logits
+        torch.testing.assert_close(after, model(input_ids=ids[:, :9]).logits[:, -1:])
+        with pytest.raises(ds_memo.MemoError, match=r"(Llama|Mamba)\w+ was given earlier tokens in training"):
+            model(input_ids=ids[:, 9:], **{name: cache})
+        assert model(input_ids=ids, **{name: None}).logits.requires_grad
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_a_cache_without_tokens_given_in_training(kind: str) -> None:
+    """Exact where layers get none; before Transformers 5.24 state spaces do, and each replay would write to it."""
+    model, ids = architectures.build(kind), torch.arange(3, 20)[None]
+    stock = copy.deepcopy(model)
+    ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 1})
+    name = names_of_caches(kind, model)[-1]
+
+    def grads(of: nn.Module) -> Any:
+        of(input_ids=ids, labels=ids, **{name: DynamicCache(config=of.config)}).loss.backward()
+        return gradients(of)
+
+    if name == "cache_params":
+        with pytest.raises(ds_memo.MemoError, match="MambaModel was given earlier tokens in training"):
+            grads(model)
+    else:
+        assert_same_grads(grads(model), grads(stock))

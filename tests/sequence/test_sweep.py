@@ -115,7 +115,7 @@ class TestFamilies(DistributedTest):
             RESULTS.write_text(json.dumps({**ways, str(world_size): found}, indent=1) + "\n")
         exact = {name for name, kind in found.items() if kind == "exact"}
         assert exact >= EXACT and not exact & REFUSED and found.keys() >= REFUSED
-        assert os.environ.get("WRITE") or found == ways[str(world_size)]
+        assert os.environ.get("WRITE") or not architectures.IS_PINNED or found == ways[str(world_size)]
 
 
 def _too_late(*_: Any) -> None:

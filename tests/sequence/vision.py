@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForImageTextToText, __version__
 
 from tests.models import HEADS, HIDDEN, VOCAB
 
@@ -199,6 +200,8 @@ KINDS: dict[str, Kind] = {
 
 def build(name: str) -> nn.Module:
     """Return a model in PyTorch's default dtype and in evaluation mode."""
+    if name == "llama4" and __version__ == "5.24.0":
+        pytest.skip("Transformers 5.24.0 ends its forward with images: 'MoeCausalLMOutputWithPast' has no 'image_outputs'")
     torch.manual_seed(0)
     config = AutoConfig.for_model(name.split()[0], **KINDS[name].config)
     model = AutoModelForImageTextToText.from_config(config).to(torch.get_default_dtype()).eval()

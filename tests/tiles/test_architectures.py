@@ -21,6 +21,7 @@ ALWAYS_TILED = {
 }
 
 
+@pytest.mark.skipif(not architectures.IS_PINNED, reason="the page is of the pinned Transformers")
 def test_the_page_has_every_architecture() -> None:
     assert set(PAGE) == set(MODELS)
 
@@ -44,7 +45,7 @@ def test_an_architecture(name: str) -> None:
 
 
 def check(found: Verdict) -> None:
-    assert group(found) == PAGE[found.name]
+    assert group(found) == PAGE[found.name] or not architectures.IS_PINNED
     assert found.right, f"{found.difference:.1e} and {found.loss_difference:.1e}, bar {found.bar:.1e}: {found.worst}"
 
 

@@ -142,7 +142,7 @@ def attaching_joins_split_blocks() -> None:
     tensors = [tensor for p in model.parameters() for tensor in (p, p.grad)]
     (large,) = (s for s in torch.cuda.memory_snapshot() if s["total_size"] == 256 * MIB)
     inside = sum(tensor.nbytes for tensor in tensors if 0 <= tensor.data_ptr() - large["address"] < 256 * MIB)
-    assert 0 < inside < large["allocated_size"], (inside, large)  # the rest are workspaces
+    assert 0 < inside <= large["allocated_size"], (inside, large)  # the rest are workspaces; torch 2.15 has none there
     handle = ds_memo.attach(model, {"alpha": 0.0, "resident_layers": 0, "host_memory_gib": 1}, layers=["0", "1", "2"])
     keep_blocks_whole(DEVICE, True)
     try:
