@@ -56,8 +56,10 @@ class Rows:
 
     def check(self) -> None:
         """Raise MemoError if hidden states or parameters were changed since the call, even by ``.data``."""
-        if not torch.equal(sums_of(self.hidden_NH, self.values()), self.sums):
-            raise MemoError(CHANGED.format("hidden states or weights"))
+        raise_what_is_known()
+        refuse_if(
+            (sums_of(self.hidden_NH, self.values()) != self.sums).any(), MemoError(CHANGED.format("hidden states or weights"))
+        )
 
     def keep_values(self) -> None:
         """Copy parameters that an optimizer's step is about to change in place."""
@@ -80,6 +82,32 @@ def sums_of(hidden_NH: torch.Tensor, parameters: Sequence[torch.Tensor]) -> torc
     return torch.stack(sums).nan_to_num().view(-1, 2)
 
 
+_UNKNOWN: list[tuple[torch.Tensor, torch.cuda.Event, MemoError]] = []
+"""Errors of which a CUDA device has not told yet if they are to be raised."""
+
+
+def refuse_if(changed: torch.Tensor, error: MemoError) -> None:
+    """Raise an error if a scalar is true. The host does not wait for CUDA: the error then comes with a later call."""
+    if not changed.is_cuda:
+        if changed:
+            raise error
+        return
+    told = torch.zeros((), dtype=torch.bool, pin_memory=True)
+    told.copy_(changed, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record()  # after the copy: the host reads it once this has passed
+    _UNKNOWN.append((told, event, error))
+
+
+def raise_what_is_known() -> None:
+    """Raise an error of :func:`refuse_if` that CUDA has told of since."""
+    while _UNKNOWN and _UNKNOWN[0][1].query():
+        told, _, error = _UNKNOWN.pop(0)
+        if told:
+            _UNKNOWN.clear()
+            raise error
+
+
 def version_of(tensor: torch.Tensor) -> int:
     """Return the number of changes in place that PyTorch has counted."""
     return 0 if tensor.is_inference() else tensor._version  # inference tensors count no changes
@@ -96,7 +124,7 @@ class Kept:
         self._tensor = tensor.clone() if tensor.numel() <= most else tensor
         self._is_copy = self._tensor is not tensor
         self._version = version_of(self._tensor)
-        self._sum = None if self._is_copy else tensor.sum(dtype=torch.float64)
+        self._sum = None if self._is_copy else tensor.sum(dtype=torch.float64).nan_to_num()
 
     def get(self) -> torch.Tensor:
         """Return it.
@@ -110,8 +138,8 @@ class Kept:
 
     def check(self) -> None:
         """Raise MemoError if it was changed, even by ``.data``."""
-        if self._sum is not None and not torch.equal(self.get().sum(dtype=torch.float64).nan_to_num(), self._sum.nan_to_num()):
-            raise self._changed()
+        if self._sum is not None:
+            refuse_if(self.get().sum(dtype=torch.float64).nan_to_num() != self._sum, self._changed())
 
     def _changed(self) -> MemoError:
         return MemoError(

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ds_memo.logits import ops  # noqa: F401  its handlers
-from ds_memo.logits.content import Content, Rows, Source, as_they_are
+from ds_memo.logits.content import Content, Rows, Source, as_they_are, raise_what_is_known
 from ds_memo.logits.head_bytes import BYTES_PER_LOGIT, TILE_BYTES, HeadBytes, head_bytes, tile_rows
 from ds_memo.logits.tensor import call_head
 from ds_memo.remat.checkpoint import CannotTile
@@ -75,6 +75,7 @@ class LazyHead:
         """What a call with gradients takes. None: no call yet, or the head's logits are never lazy."""
 
     def __call__(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        raise_what_is_known()
         hidden = args[0] if len(args) == 1 and not kwargs else None
         if not isinstance(hidden, torch.Tensor) or hidden.dim() < 2 or _elsewhere(hidden):
             return forward(*args, **kwargs)

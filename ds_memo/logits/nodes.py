@@ -18,8 +18,20 @@ import torch
 from torch.autograd import Function
 
 from ds_memo.errors import MemoError
-from ds_memo.logits.content import CHANGED, Content, Kept, PerRow, Source, Tile, as_they_are, as_tuple, results, sums_of
-from ds_memo.tiles.weight_gradients import GradientSums
+from ds_memo.logits.content import (
+    CHANGED,
+    Content,
+    Kept,
+    PerRow,
+    Source,
+    Tile,
+    as_they_are,
+    as_tuple,
+    refuse_if,
+    results,
+    sums_of,
+)
+from ds_memo.tiles.weight_gradients import GradientSums, times
 
 NO_WHOLE_GRADIENT = (
     "{} of the gradient of lazy logits, which is never whole: give the hook a scalar factor at most, or set "
@@ -155,10 +167,10 @@ class HeadGradients:
                     d_hidden_NH.index_add_(0, index[span], found[0].to(d_hidden_NH.dtype))
 
     def scale(self, factor: torch.Tensor) -> None:
-        """Multiply by a scalar, in float32: in bfloat16 the factor itself would be off by up to 0.4 %."""
+        """Multiply by a scalar, in float32: in bfloat16 the factor itself would be off by up to 0.4 %. Zero stays zero."""
         self._sums.scale(factor)
         for part in () if self._d_hidden_NH is None else self._d_hidden_NH.split(self._source.tile_rows):
-            part.copy_(part.to(torch.promote_types(part.dtype, torch.float32)) * factor)
+            part.copy_(times(part.to(torch.promote_types(part.dtype, torch.float32)), factor))
 
     def take(self) -> tuple[torch.Tensor | None, ...]:
         """Return the gradients of OutputHead's inputs, and forget those of the parameters."""
@@ -205,20 +217,17 @@ class OutputHead(Function):
         sums = None
         for term in terms_of(gradient, ctx.content):
             if isinstance(term, Known) and sums is None and term.gradients:
-                known = term.gradients.pop()
-                if bool(term.factor.isfinite()):
-                    sums = known
-                    sums.scale(term.factor)
-                    continue
-                del known  # rows that do not count have gradients of zero, which infinity would make NaN: each row by itself
+                sums = term.gradients.pop()
+                sums.scale(term.factor)
+                continue
             term = term.as_term() if isinstance(term, Known) else term
             by_rows.setdefault(id(term.content.maps[0]), []).append(term)
         if sums is None:
             sums = HeadGradients(ctx.content.source, hidden_NH, ctx.needs_input_grad[2:])
         if by_rows:
             then, now = ctx.content.source.sums, sums_of(hidden_NH, parameters)
-            if bool(((now - then).abs() > _SAME * then[:, 1:]).any()):
-                raise MemoError(CHANGED.format("hidden states or weights"))
+            changed = ((now - then).abs() > _SAME * then[:, 1:]).any()
+            refuse_if(changed, MemoError(CHANGED.format("hidden states or weights")))
         for terms in by_rows.values():
             sums.add(hidden_NH, parameters, terms)
         return None, None, *sums.take()

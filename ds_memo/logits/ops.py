@@ -257,7 +257,11 @@ def _view(logits: LazyLogits, values: Callable[[torch.Tensor], torch.Tensor], **
 
 
 def transposed(func: Any, name: str, logits: LazyLogits, *args: Any, **kwargs: Any) -> Any:
-    if logits.dim() != 3 or func(torch.empty(2, 3, 5, device="meta"), *args, **kwargs).shape != (2, 5, 3):
+    if (
+        logits.content.column
+        or logits.dim() != 3
+        or func(torch.empty(2, 3, 5, device="meta"), *args, **kwargs).shape != (2, 5, 3)
+    ):
         return NotImplemented
 
     def content(of: Content) -> Content:

@@ -44,6 +44,7 @@ _GEOMETRY = (
     *("as_strided_", "set_", "resize_", "resize_as_", "transpose_", "swapaxes_", "swapdims_", "t_", "squeeze_", "unsqueeze_"),
 )
 _IN_PLACE = {name for name in dir(operator) if name.startswith("__i")} - {"__index__", "__inv__", "__invert__"} | {"__setitem__"}
+OTHER_STRIDES = "{} of lazy logits, which take no other memory and strides in place. Clone them first"
 Handler = Callable[..., Any]
 handlers: dict[str, Handler] = {}
 """By a function's name: ``handler(func, name, *args, **kwargs)``; NotImplemented: not this use of it. ops.py fills it."""
@@ -151,6 +152,8 @@ class LazyLogits(torch.Tensor):
         if any(logits.is_real for logits in own):
             found = func(*_with(_real_ones, args), **_with(_real_ones, kwargs))
             for logits in own:
+                if logits.is_real and logits.real_tensor.shape != _native(torch.Tensor.size, (logits,), {}):
+                    raise MemoError(OTHER_STRIDES.format(f"{name}(out=…)"))
                 _follow(logits.memory, counts=_is_in_place(name))
             return args[0] if _is_in_place(name) and found is not None and args and isinstance(args[0], LazyLogits) else found
         targets = _written(func, name, args, kwargs)
@@ -284,7 +287,7 @@ def _refuse(func: Any, name: str) -> None:
             'memo.kernels.cross_entropy to "whole"'
         )
     if name in _GEOMETRY or (name == "data" and func.__name__ == "__set__"):
-        raise MemoError(f"{name} of lazy logits, which take no other memory and strides in place. Clone them first")
+        raise MemoError(OTHER_STRIDES.format(name))
     if name in ("retain_grad", "requires_grad_"):
         raise MemoError(NO_WHOLE_GRADIENT.format(f"{name}()"))
 

@@ -20,6 +20,8 @@ _PRODUCTS = {"MmBackward0": ("_saved_self", 0, 1), "AddmmBackward0": ("_saved_ma
 """By autograd's name of a product: where its left operand is saved, and the positions of its two operands' gradients."""
 _TRANSPOSES = ("TBackward0", "TransposeBackward0")
 _CASTS = ("ToCopyBackward0",)
+_ROWS = 4096
+"""Rows of a sum that are scaled at a time."""
 
 
 class GradientSums:
@@ -75,8 +77,11 @@ class GradientSums:
         self._sums = self._sums or [None] * len(self.parameters)
 
     def scale(self, factor: torch.Tensor) -> None:
-        """Multiply all sums by a scalar."""
-        self._sums = [None if total is None else self._wide(index).mul_(factor) for index, total in enumerate(self._sums)]
+        """Multiply all sums by a scalar. Zero stays zero."""
+        for index in range(len(self._sums)):
+            total = self._sums[index] = self._wide(index)
+            for part in () if total is None else total.split(_ROWS):
+                part.copy_(times(part, factor))
 
     def settle(self) -> None:
         """Round all sums to the parameters' dtype, which frees half of their memory. They may be added to later."""
@@ -186,6 +191,11 @@ def _plus_product(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor, 
         return torch.addmm(total, a, b, out_dtype=wide, out=total)
     a, b = a.to(wide), b.to(wide)  # a CPU's GEMM has no wider output
     return torch.mm(a, b) if total is None else total.addmm_(a, b)
+
+
+def times(tensor: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """Return the product with a scalar; 0 where the tensor is 0, as for rows that do not count, though the scalar be infinite."""
+    return torch.where(tensor == 0, tensor, tensor * factor)
 
 
 def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
