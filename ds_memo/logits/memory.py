@@ -29,6 +29,8 @@ class Memory:
         """Changes in place."""
         self.values: torch.Tensor | None = None
         """The logits, once an op that is not known has changed them: for good."""
+        self.joined = False
+        """True if rows were joined with others: their gradient comes by one of the tensors alone."""
         self.first = self.followed = -1
         """Versions of the values: as they were made, and as histories are of."""
         self.op = ""

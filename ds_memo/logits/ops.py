@@ -228,14 +228,31 @@ def chosen(func: Any, name: str, logits: LazyLogits, key: Any) -> Any:
         if listed.dim() != 1 or any(type(k) is not slice for k in rows):
             return NotImplemented
         logits = elementwise(lambda values: values[:, listed], name, logits)  # a copy
-    elif isinstance(of_vocabulary, slice):
+    some = bool(indices) or any(k != slice(None) for k in rows)
+    if isinstance(of_vocabulary, slice) and (of_vocabulary != slice(None) or not some):
         logits = _columns(logits, of_vocabulary)
-    if indices or any(k != slice(None) for k in rows):
+    if some:
         logits = _choose(logits, lambda each: each[tuple(rows)], lambda whole: whole[(*rows, slice(None))], rows)
     if isinstance(of_vocabulary, int):
         logits = _columns(logits, of_vocabulary)
     logits.key = key
     return logits
+
+
+def joined(func: Any, name: str, tensors: Any, dim: int = 0, **kwargs: Any) -> Any:
+    """Join rows of one call of the head."""
+    if not isinstance(tensors, (list, tuple)) or kwargs or not all(isinstance(each, LazyLogits) for each in tensors):
+        return NotImplemented
+    contents, first = [each.content for each in tensors], tensors[0]
+    size = first.dim() + (name == "stack")
+    alike = all(each.by_rows and each.expression is contents[0].expression for each in contents)
+    graphs = {each.requires_grad for each in tensors}
+    if not alike or len(graphs) > 1 or dim % size == size - 1 or any(each.memory.hooked for each in tensors):
+        return NotImplemented
+    for each in tensors:
+        each.memory.joined = True
+    maps = tuple(func(list(of_all), dim % size) for of_all in zip(*(each.maps for each in contents), strict=True))
+    return derive(first, replace(contents[0], maps=maps, distinct=False))
 
 
 def _columns(logits: LazyLogits, part: slice | int) -> LazyLogits:
@@ -294,6 +311,7 @@ def _choose(logits: LazyLogits, choice: Callable[[torch.Tensor], Any], call: Cal
         return of.chosen[text]
 
     found, stand_in = maps(logits.content), _stand_in(logits)
+    several = not torch.is_tensor(found[0])
     made = None if tensors else call(stand_in)  # an index that is a tensor makes a copy
 
     def one(of: Callable[[Any], Any]) -> LazyLogits:
@@ -302,11 +320,16 @@ def _choose(logits: LazyLogits, choice: Callable[[torch.Tensor], Any], call: Cal
             def content(of_parent: Content) -> Content:
                 return replace(of_parent, maps=tuple(map(of, maps(of_parent))), chosen={})
 
-            return view_of(logits, of(made).stride(), content=content, values=lambda whole: of(call(whole)))
+            def values(whole: torch.Tensor) -> torch.Tensor:
+                """Return the part as a view of its own: PyTorch refuses one of several once their base has changed."""
+                part = of(made)
+                return whole.as_strided(part.shape, part.stride(), whole.storage_offset() + part.storage_offset())
+
+            return view_of(logits, of(made).stride(), content=content, values=values if several else call)
         once = all(mask.dtype == torch.bool for mask in tensors) and not any(isinstance(each, list) for each in how)
         return derive(logits, replace(logits.content, maps=tuple(map(of, found)), distinct=logits.content.distinct and once))
 
-    if torch.is_tensor(found[0]):
+    if not several:
         return one(lambda result: result)
     return tuple(one(operator.itemgetter(index)) for index in range(len(found[0])))
 
@@ -452,7 +475,7 @@ def _is_vocabulary(logits: LazyLogits, dim: Any) -> bool:
 
 
 def _new(func: Any, name: str, logits: LazyLogits, *args: Any, **kwargs: Any) -> torch.Tensor:
-    return func(torch.empty(0, dtype=logits.dtype, device=logits.device), *args, **kwargs)
+    return func(torch.empty((), dtype=logits.dtype, device=logits.device).expand(logits.shape), *args, **kwargs)
 
 
 def contiguous(func: Any, name: str, logits: LazyLogits, **_: Any) -> LazyLogits:
@@ -473,7 +496,8 @@ _TABLE: dict[Callable[..., Any], str] = {
     kl_div: "kl_div",
     gather: "gather take_along_dim",
     over_vocabulary: "sum nansum mean max min amax amin argmax argmin logsumexp topk norm std var any all",
-    _new: "new_zeros new_ones new_empty new_full new_tensor",
+    _new: "new_zeros new_ones new_empty new_full new_tensor zeros_like ones_like empty_like full_like rand_like randn_like",
+    joined: "cat concat concatenate stack",
     contiguous: "contiguous",
     lambda func, name, logits: iter(logits.unbind(0)): "iter",
     lambda func, name, logits: alias(logits): "detach data",
@@ -481,4 +505,4 @@ _TABLE: dict[Callable[..., Any], str] = {
 }
 handlers.update({name: handler for handler, names in _TABLE.items() for name in names.split()})
 in_place.update((elementwise, put))
-of_any.update((elementwise, cross_entropy, kl_div))
+of_any.update((elementwise, joined, cross_entropy, kl_div))

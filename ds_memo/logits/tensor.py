@@ -325,6 +325,8 @@ def _hook(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     logits, memory = args[0], args[0].memory
     if logits.is_real and not memory.has_changed:
         raise MemoError(f"a hook on lazy logits that '{memory.op}' has made real. Register it before")
+    if memory.joined:
+        raise MemoError("a hook on lazy logits that were joined with others by cat or stack. Register it before")
     if memory.changes or logits.is_real:
         return func(_realize(logits, func.__name__), *args[1:], **kwargs)
     memory.hooked = True

@@ -167,6 +167,11 @@ OPS: dict[str, Of] = {
     "squeeze": lambda y: y[:, :1].squeeze().logsumexp(-1).sum() + y[:1].squeeze(0).logsumexp(-1).sum(),
     "positional keepdim": lambda y: (y - y.logsumexp(-1, True).detach()).max(-1, True)[0].sum() + y.sum(-1, True).sum(),
     "reshape of what remains": lambda y: y.reshape(BATCH * LENGTH, -1).logsumexp(-1).sum(),
+    "rows joined": lambda y: torch.cat([y[:, :9], y[:, 15:]], 1).logsumexp(-1).sum() + torch.stack([y[0], y[1]]).amax(-1).sum(),
+    "one entry": lambda y: (y[..., 9] - y[..., 8]).sigmoid().log().sum() + y.select(-1, 3).exp().sum(),
+    "listed entries": lambda y: y[:, :, [3, 7]].logsumexp(-1).sum() + y.index_select(-1, IDS[0, :5]).log_softmax(-1).sum(),
+    "take_along_dim": lambda y: -torch.take_along_dim(y.log_softmax(-1), IDS[..., None], -1).mean(),
+    "movedim": lambda y: F.cross_entropy(y.movedim(-1, 1), IDS),
     "none of the rows": lambda y: y.logsumexp(-1).sum() + y[:, :0].logsumexp(-1).sum(),
     **{
         fn.__name__: fn
