@@ -232,7 +232,10 @@ def chosen(func: Any, name: str, logits: LazyLogits, key: Any) -> Any:
     if isinstance(of_vocabulary, slice) and (of_vocabulary != slice(None) or not some):
         logits = _columns(logits, of_vocabulary)
     if some:
-        logits = _choose(logits, lambda each: each[tuple(rows)], lambda whole: whole[(*rows, slice(None))], rows)
+        try:
+            logits = _choose(logits, lambda each: each[tuple(rows)], lambda whole: whole[(*rows, slice(None))], rows)
+        except IndexError:  # PyTorch takes any index where no entry of the vocabulary is asked for
+            return NotImplemented
     if isinstance(of_vocabulary, int):
         logits = _columns(logits, of_vocabulary)
     logits.key = key
