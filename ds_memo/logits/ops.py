@@ -221,7 +221,7 @@ def chosen(func: Any, name: str, logits: LazyLogits, key: Any) -> Any:
     """Return logits[key]: rows, and some of the vocabulary."""
     if not logits.content.by_rows:
         return NotImplemented
-    *rows, of_vocabulary = _whole_key(logits, key)
+    base, (*rows, of_vocabulary) = logits, _whole_key(logits, key)
     indices: list[Any] = [k for k in rows if isinstance(k, (list, torch.Tensor))]
     if isinstance(of_vocabulary, (list, torch.Tensor)):
         listed = torch.as_tensor(of_vocabulary, device=logits.device)
@@ -238,7 +238,7 @@ def chosen(func: Any, name: str, logits: LazyLogits, key: Any) -> Any:
             return NotImplemented
     if isinstance(of_vocabulary, int):
         logits = _columns(logits, of_vocabulary)
-    logits.key = key
+    logits.taken = base, key
     return logits
 
 

@@ -69,8 +69,8 @@ class LazyLogits(torch.Tensor):
     how: View | None
     marks: int
     """Changes in place that were recorded. PyTorch has counted more: an autograd.Function has marked others."""
-    key: Any
-    """What they were taken by, as ``x[key]``."""
+    taken: tuple[Any, Any]
+    """x and key, if they are ``x[key]``."""
     _made: tuple[int, Content]
     _real: torch.Tensor | None
 
@@ -79,7 +79,7 @@ class LazyLogits(torch.Tensor):
         content = memory.content if how is None else how.content(how.of.content)
         self = torch.Tensor._make_wrapper_subclass(cls, content.shape, strides=stride, dtype=content.dtype, device=content.device)
         self.memory, self.rows, self.how = memory, rows, how
-        self._made, self._real, self.marks, self.key = (memory.changes, content), None, 0, None
+        self._made, self._real, self.marks, self.taken = (memory.changes, content), None, 0, (None, None)
         memory.lazy.append(TensorWeakRef(self))
         return self
 
@@ -347,7 +347,7 @@ def _is_in_place(name: str) -> bool:
 
 def _is_in_its_place(logits: Any, key: Any, value: Any) -> bool:
     """Return True for what ``x[key] += 1`` does at its end: it puts ``x[key]``, which has changed, where it is."""
-    return isinstance(value, LazyLogits) and value.key is key and isinstance(logits, LazyLogits) and value.owner is logits.owner
+    return isinstance(value, LazyLogits) and value.taken[0] is logits and value.taken[1] is key and value.owner is logits.owner
 
 
 def _written(func: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> list[LazyLogits]:

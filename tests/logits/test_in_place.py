@@ -54,7 +54,7 @@ WHOLE = """
     x.lerp_(FULL, 0.5)  x.mT.mul_(2)  x[..., 3].fill_(-9.0)  x[..., 3] *= 2  x.select(-1, 0).fill_(1.0)
     x.scatter_add_(-1, SOME, PIECE)  x[:, SOME[0, :, 0]] = 0.1
     x.addcmul_(FULL, FULL)  x.untyped_storage()  x.data_ptr()
-    nn.ReLU(inplace=True)(x)  x[..., COLUMNS] += PIECE  x[:, 1:, [1, 0]] = 2
+    nn.ReLU(inplace=True)(x)  x[..., COLUMNS] += PIECE  x[:, 1:, [1, 0]] = 2  x[1:][0] = x[0]
     torch.ops.aten.mul_(x, 2)  x.detach().mul_(2)  x[:, 1:].detach().add_(1)  x.index_put_((torch.tensor([1]),), FULL[0])
 """
 THROUGH_OTHERS = """
