@@ -21,8 +21,8 @@ FAMILIES = Path(__file__).parent / "data" / "sequence_families.json"
 _HEAD = """# What works with what
 
 This page shows which models and settings give the losses and gradients of training without memo, which are refused, and which
-no test tries. "Exact" means equal up to rounding, within the bar of the test that is named. These tests ran on CPUs; what ran on a
-GPU is in [evidence](evidence.md). `python -m tests.support` writes this page from the tests' own tables.
+no test tries. "Exact" means equal up to rounding, within the bar of the test that is named. These tests ran on CPUs; what ran on
+a GPU is in [evidence](evidence.md). `python -m tests.support` writes this page from the tests' own tables.
 
 ## DeepSpeed's settings
 
