@@ -124,14 +124,16 @@ def _sample(content: Content, kin: list[LazyLogits], expression: Callable[[Tile]
 def put(func: Any, name: str, logits: LazyLogits, key: Any, value: Any) -> Any:
     """Set entries to a number: those of a mask, of chosen rows, or of some of the vocabulary in all rows."""
     if isinstance(value, torch.Tensor):
-        if value.numel() != 1 or value.requires_grad:
+        if value.numel() != 1 or value.requires_grad or isinstance(value, LazyLogits):
             return NotImplemented
-        value = value.reshape(())
+        value = value.detach().clone().reshape(())
     if isinstance(key, torch.Tensor) and key.dtype == torch.bool and key.dim() >= len(logits.content.leading):
         mask = key if key.dim() == logits.dim() else key[..., None]
         return elementwise(torch.Tensor.masked_fill_, name, logits, mask, value)
     *rows, of_vocabulary = _whole_key(logits, key)
     if all(isinstance(part, slice) and part == slice(None) for part in rows):
+        if isinstance(of_vocabulary, torch.Tensor):
+            of_vocabulary = of_vocabulary.clone()
 
         def filled_(values: torch.Tensor) -> torch.Tensor:
             values[:, of_vocabulary] = value
@@ -224,7 +226,7 @@ def chosen(func: Any, name: str, logits: LazyLogits, key: Any) -> Any:
     base, (*rows, of_vocabulary) = logits, _whole_key(logits, key)
     indices: list[Any] = [k for k in rows if isinstance(k, (list, torch.Tensor))]
     if isinstance(of_vocabulary, (list, torch.Tensor)):
-        listed = torch.as_tensor(of_vocabulary, device=logits.device)
+        listed = torch.as_tensor(of_vocabulary, device=logits.device).clone()
         if listed.dim() != 1 or any(type(k) is not slice for k in rows):
             return NotImplemented
         logits = elementwise(lambda values: values[:, listed], name, logits)  # a copy
@@ -362,7 +364,7 @@ def cross_entropy(
     if not classes and content.moved:
         target = target.movedim(1, -1)
     wide = torch.promote_types(content.dtype, torch.float32)
-    weight = None if weight is None else weight.to(wide)
+    weight = None if weight is None else weight.detach().to(wide, copy=True)
 
     def loss(values: torch.Tensor, of_rows: torch.Tensor) -> torch.Tensor:
         if name == "nll_loss":

@@ -198,6 +198,13 @@ OPERANDS: dict[str, tuple[torch.Tensor, Callable[[torch.Tensor, torch.Tensor], t
     "a vector": (torch.ones(VOCAB, dtype=torch.float64), lambda y, x: y + x),
     "a mask": (IDS[..., None] > 50, lambda y, x: y.masked_fill(x, 1.0)),
     "targets": (IDS.clone(), lambda y, x: F.cross_entropy(y.view(-1, VOCAB), x.view(-1), reduction="none")[:, None]),
+    "class weights": (
+        torch.ones(VOCAB, dtype=torch.float64),
+        lambda y, x: F.cross_entropy(y.view(-1, VOCAB), IDS.view(-1), weight=x, reduction="none")[:, None] + y[0, :1, 0],
+    ),
+    "an index": (torch.arange(5), lambda y, x: y.index_select(-1, x)),
+    "what is set": (torch.ones(()), lambda y, x: [y.__setitem__((..., 3), x), y][1]),
+    "an index of what is set": (torch.arange(5), lambda y, x: [y.__setitem__((..., x), 0.5), y][1]),
     "as large": (FULL, lambda y, x: y + x),
 }
 
