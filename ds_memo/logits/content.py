@@ -17,6 +17,7 @@ from torch import nn
 from ds_memo.errors import MemoError
 from ds_memo.remat.layer_state import Before
 from ds_memo.remat.modes import running_tiles
+from ds_memo.remat.tensors import version_of
 from ds_memo.remat.undo import Undoing
 from ds_memo.tiles.around import Autocast, autocast_as
 
@@ -95,7 +96,7 @@ def refuse_if(changed: torch.Tensor, error: MemoError) -> None:
     told = torch.zeros((), dtype=torch.bool, pin_memory=True)
     told.copy_(changed, non_blocking=True)
     event = torch.cuda.Event()
-    event.record()  # after the copy: the host reads it once this has passed
+    event.record(torch.cuda.current_stream(changed.device))  # after the copy: the host reads it once this has passed
     _UNKNOWN.append((told, event, error))
 
 
@@ -108,11 +109,6 @@ def raise_what_is_known() -> None:
             raise error
 
 
-def version_of(tensor: torch.Tensor) -> int:
-    """Return the number of changes in place that PyTorch has counted."""
-    return 0 if tensor.is_inference() else tensor._version  # inference tensors count no changes
-
-
 class Kept:
     """A tensor that lazy logits are computed with, as it is now: a copy, or of a large one the tensor, if it does not change.
 
@@ -121,10 +117,10 @@ class Kept:
     """
 
     def __init__(self, tensor: torch.Tensor, most: int) -> None:
-        self._tensor = tensor.clone() if tensor.numel() <= most else tensor
-        self._is_copy = self._tensor is not tensor
+        copies = tensor.numel() <= most
+        self._tensor = tensor.clone() if copies else tensor
         self._version = version_of(self._tensor)
-        self._sum = None if self._is_copy else tensor.sum(dtype=torch.float64).nan_to_num()
+        self._sum = None if copies else tensor.sum(dtype=torch.float64).nan_to_num()
 
     def get(self) -> torch.Tensor:
         """Return it.

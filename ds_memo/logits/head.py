@@ -118,6 +118,7 @@ class LazyHead:
 
     def keep_values(self) -> None:
         """Have logits that the script still holds be those of the weights before an optimizer's step."""
+        raise_what_is_known()
         for rows in self._alive:
             rows.keep_values()
 

@@ -13,7 +13,8 @@ import torch
 from torch.utils.weak import TensorWeakRef
 
 from ds_memo.errors import MemoError
-from ds_memo.logits.content import Content, Tile, as_they_are, version_of
+from ds_memo.logits.content import Content, Tile, as_they_are
+from ds_memo.remat.tensors import version_of
 
 
 class Memory:
@@ -29,12 +30,12 @@ class Memory:
         """Changes in place."""
         self.values: torch.Tensor | None = None
         """The logits, once an op that is not known has changed them: for good."""
-        self.joined = False
-        """True if rows were joined with others: their gradient comes by one of the tensors alone."""
-        self.first = self.followed = -1
-        """Versions of the values: as they were made, and as histories are of."""
         self.op = ""
         """That op."""
+        self.first = self.followed = -1
+        """Versions of the values: as they were made, and as histories are of."""
+        self.joined = False
+        """True if rows were joined with others: their gradient comes by one of the tensors alone."""
         self.lazy: list[TensorWeakRef] = []
         """All that share it."""
         self.hooked = False

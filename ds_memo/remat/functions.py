@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from ds_memo.errors import MemoError
+from ds_memo.remat.tensors import version_of
 from ds_memo.remat.undo import stacks_restored
 
 
@@ -224,8 +225,8 @@ def shapes_of(tensors: Sequence[torch.Tensor]) -> tuple[tuple[tuple[int, ...], t
 
 
 def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Return each tensor's version counter, which an in-place change raises; 0 for an inference tensor, which has none."""
-    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+    """Return each tensor's version counter."""
+    return [version_of(tensor) for tensor in tensors]
 
 
 def _within(tensor: torch.Tensor, tensors: Sequence[Any], arguments: bool) -> Saved | None:

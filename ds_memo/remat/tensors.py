@@ -13,6 +13,11 @@ def storage_of(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata if torch._C._has_storage(tensor) else 0
 
 
+def version_of(tensor: torch.Tensor) -> int:
+    """Return the version counter, which an in-place change raises; 0 for an inference tensor, which has none."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def tensor_leaves(tree: Any) -> list[torch.Tensor]:
     if isinstance(tree, torch.Tensor):  # a layer's usual output; torch's pytree takes long
         return [tree]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -55,11 +55,6 @@ def autocast_as(autocast: Autocast) -> Iterator[None]:
     with Undoing(functools.partial(_set_autocast, before)):
         _set_autocast(autocast)
         yield
-
-
-def without_autocast() -> AbstractContextManager[None]:
-    """Switch autocast off inside the block, as it is in a backward."""
-    return autocast_as(tuple((device, False, dtype) for device, _, dtype in autocast_now()))
 
 
 def _set_autocast(autocast: Autocast) -> None:

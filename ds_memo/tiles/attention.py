@@ -21,6 +21,7 @@ from torch.autograd.graph import get_gradient_edge
 from ds_memo.head_groups import ALL_HEADS, HeadGroup, head_groups
 from ds_memo.placement import GEMMS_RECOMPUTED, Placement
 from ds_memo.remat.analyse import Analyse
+from ds_memo.remat.autocast import without_autocast
 from ds_memo.remat.call import Call
 from ds_memo.remat.checkpoint import CannotTile, Remat
 from ds_memo.remat.functions import FunctionCall
@@ -31,7 +32,7 @@ from ds_memo.remat.tensors import storage_of, tensor_leaves
 from ds_memo.sequence.parts import running_on
 from ds_memo.sequence.striped import Striped
 from ds_memo.swap.frame import Frame, lie_alike
-from ds_memo.tiles.around import dropping, without_autocast
+from ds_memo.tiles.around import dropping
 from ds_memo.tiles.attention_call import Gathered
 from ds_memo.tiles.compare import refuse_other_gradients
 from ds_memo.tiles.findings import MATRIX

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch.autograd.graph import Node
 
+from ds_memo.remat.autocast import without_autocast
 from ds_memo.remat.modes import inside_tiles
-from ds_memo.tiles.around import without_autocast
 
 _PRODUCTS = {"MmBackward0": ("_saved_self", 0, 1), "AddmmBackward0": ("_saved_mat1", 1, 2)}
 """By autograd's name of a product: where its left operand is saved, and the positions of its two operands' gradients."""
