@@ -37,6 +37,7 @@ import ds_memo
 from ds_memo.cli.arguments import tokens
 from ds_memo.config import memo_config
 from ds_memo.deepspeed import sequence
+from ds_memo.distributed.lost_ranks import naming_lost_ranks
 from ds_memo.files import write_output
 from ds_memo.hf.model_flops import model_flops
 
@@ -185,7 +186,8 @@ class Run:
     def mean(self, losses: list[torch.Tensor]) -> float:
         """Mean over this rank's losses and all ranks; every micro batch weighs the same."""
         total = torch.stack(losses).mean()
-        dist.all_reduce(total)
+        with naming_lost_ranks("the mean of the losses"):
+            dist.all_reduce(total)
         return total.item() / dist.get_world_size()
 
     def step(self, batches: Iterator[dict[str, torch.Tensor]], peak: PeakBytes | None) -> dict:

@@ -197,6 +197,7 @@ def split(batches: Iterable[dict[str, Any]], device: torch.device, whole: bool =
             yield {name: part(value) if name == "labels" or not whole else value for name, value in full.items()}
 
 
+@naming_lost_ranks("the split of a batch")
 def _sent(batch: dict[str, Any] | None, rank: int, group: dist.ProcessGroup, device: torch.device) -> dict[str, Any]:
     """Return a rank's batch on all ranks of a group; the others pass None."""
     own, spec = tree_flatten(batch)
@@ -217,7 +218,8 @@ def _as_long_as_all(batches: Iterable[dict[str, Any]], group: dist.ProcessGroup)
     while True:
         batch = next(source, None)
         have: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(have, batch is not None, group=group)
+        with naming_lost_ranks("the split of a batch"):
+            dist.all_gather_object(have, batch is not None, group=group)
         if batch is None or not all(have):
             return
         yield batch
