@@ -26,7 +26,6 @@ PAGES = sorted(
 INTERNAL = {
     "frame … cannot go from '…' to '…'": "a defect of ds_memo: the swap engine took a wrong step",
     "frame … was read while '…'; only a 'ready' frame can be read": "likewise",
-    "the simulated machine lacks …": "a defect of ds_memo: the solver's placements do not fit",
     "the host slab was closed while … bytes of it were allocated": "likewise",
     "a block in files cannot go from '…' to '…'": "a defect of ds_memo: the engine with files took a wrong step",
 }

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from ds_memo.solve.run_costs import LayerCosts, Output, Working
+from ds_memo.solve.run_costs import LayerCosts, Output, PeakBytes
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,9 @@ class LayerSample:
     """FLOPs of attention in the forward, counted as causal."""
     no_recompute_bytes: int
     """Bytes that autograd saves without ds_memo."""
-    working: Working
-    working_at_0: Working
-    working_without_attention: Working
+    working: PeakBytes
+    working_at_0: PeakBytes
+    working_without_attention: PeakBytes
     outputs: tuple[Output, ...]
     """Kept outputs at this length."""
 
@@ -128,9 +128,9 @@ class Extrapolated:
         points = [(sample.tokens, sample.length, of(sample)) for sample in self._samples]
         return _attention(points, self._tokens, self._sequence)
 
-    def _working(self, name: str) -> Working:
+    def _working(self, name: str) -> PeakBytes:
         forward = self._line(lambda sample: getattr(sample, name).forward, self._longest)
-        return Working(math.ceil(forward), math.ceil(self._line(lambda sample: getattr(sample, name).backward, self._longest)))
+        return PeakBytes(math.ceil(forward), math.ceil(self._line(lambda sample: getattr(sample, name).backward, self._longest)))
 
 
 def _line(points: Sequence[tuple[float, float]], x: float) -> float:

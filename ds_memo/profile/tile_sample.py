@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from ds_memo.placement import Tiles
-from ds_memo.solve.run_costs import LayerCosts, Output, TileCosts, Working
+from ds_memo.solve.run_costs import LayerCosts, Output, PeakBytes, TileCosts
 from ds_memo.spans import longest, number_of_spans
 
 PARTS = ("heads", "attention", "tails", "tails_backward", "attention_backward", "heads_backward")
@@ -120,10 +120,10 @@ def in_tiles(
     )
 
 
-def working_of(peaks: Sequence[float]) -> Working:
+def working_of(peaks: Sequence[float]) -> PeakBytes:
     """Return the peak bytes of a layer by those of its PARTS."""
     forward, (tails, attention, heads) = peaks[:3], peaks[3:]
-    return Working(round(max(forward)), round(max(tails, attention, heads)), round(max(tails, heads)))
+    return PeakBytes(round(max(forward)), round(max(tails, attention, heads)), round(max(tails, heads)))
 
 
 def _by_tiles(cut: Cut) -> tuple[int, int]:
