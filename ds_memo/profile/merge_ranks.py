@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from ds_memo.profile.layer_sample import WORKING, LayerSample
+from ds_memo.profile.layer_sample import PEAKS, LayerSample
 from ds_memo.profile.sample import LayerProfile, Profile
 from ds_memo.profile.tile_sample import TileSample
 from ds_memo.solve.run_costs import LayerCosts, PeakBytes
@@ -30,7 +30,7 @@ def _needing_most(kinds: Sequence[LayerProfile]) -> LayerProfile:
 
     def careful(sample: LayerSample) -> LayerSample:
         there = [_there(kind, sample) for kind in kinds]
-        peaks: dict[str, Any] = {name: _most([getattr(one, name) for one in there]) for name in WORKING}
+        peaks: dict[str, Any] = {name: _most([getattr(one, name) for one in there]) for name in PEAKS}
         return replace(sample, **peaks)
 
     first = kinds[0]

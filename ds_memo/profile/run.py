@@ -28,7 +28,7 @@ from ds_memo.profile.bandwidth import SPAN, CopyBench
 from ds_memo.profile.layer import measure
 from ds_memo.profile.layer_call import LayerCall
 from ds_memo.profile.layer_kinds import layer_in_words, settings_digest
-from ds_memo.profile.layer_sample import WORKING, LayerSample
+from ds_memo.profile.layer_sample import PEAKS, LayerSample
 from ds_memo.profile.live import older_objects_aside
 from ds_memo.profile.merge_ranks import most_careful
 from ds_memo.profile.sample import LayerProfile, Profile
@@ -213,7 +213,7 @@ def _measure_kind(asked: Asked, kind: int) -> LayerProfile:
         samples: list[LayerSample] = []
         for length in lengths:
             sample = asked.do(partial(measure, call, length, asked.device, asked.attention))
-            peaks = {name: getattr(sample, name) for name in WORKING}
+            peaks = {name: getattr(sample, name) for name in PEAKS}
             peaks = {name: PeakBytes(peak.forward + nbytes, peak.backward + nbytes) for name, peak in peaks.items()}
             samples.append(replace(sample, **peaks))
             asked.progress(

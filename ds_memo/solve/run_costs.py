@@ -100,6 +100,8 @@ class LayerCosts:
     """Seconds that the replay takes longer when the attention output is not supplied either."""
     no_recompute_bytes: int
     """Bytes that autograd saves for the layer without recompute."""
+    attention_backward_s: float = 0.0
+    """Part of the backward in attention kernels."""
     working: PeakBytes = PeakBytes()
     """With GEMM outputs kept: resident, or at any alpha above 0."""
     working_at_0: PeakBytes = PeakBytes()
