@@ -100,7 +100,7 @@ def _building(name: Path | str) -> Iterator[None]:
         raise
     except Exception as error:
         why = next(iter(str(error).strip().splitlines()), "no reason given")
-        raise MemoError(f"model {name}: cannot be built ({type(error).__name__}: {why})") from None
+        raise MemoError(f"model {name}: cannot be built ({type(error).__name__}: {why}); correct the config") from None
 
 
 def knows(model_type: object) -> bool:
