@@ -121,7 +121,7 @@ class SwapEngine:
             MemoError: the engine is closed.
         """
         if self._closed:
-            raise MemoError(f"layer {name} was run after ds_memo was detached")
+            raise MemoError(f"layer {name} was run after ds_memo was detached; run the forward again")
         self.drain()
         self._forget_dead()  # from earlier steps, or from dropped graphs
         self.let_go_but(1)
@@ -213,7 +213,9 @@ class SwapEngine:
                 has no memory for the buffer.
         """
         if self._closed:
-            raise MemoError(f"frame {frame.name} is wanted by a backward after ds_memo was detached")
+            raise MemoError(
+                f"frame {frame.name} is wanted by a backward after ds_memo was detached; detach after the last backward"
+            )
         if frame.state == "recording":
             raise MemoError(
                 f"layer {frame.name} runs a backward of its own (autograd.grad) inside its forward, before it can be replayed. "
