@@ -2,7 +2,7 @@
 
 How long it thinks: for random runs of 8 to 128 layers of up to three kinds, with budgets from too little to plenty,
 milliseconds of one solve (residents, alpha, last resort, sentence and all). Each is the median of five.
-How good its answer is: for the settings of tests/solve/sweep.py, the worst |alpha − best of a sweep over the simulated engine|.
+How good its answer is: for the settings of tests/solve/sweep.py, the worst |alpha − best of a sweep over the virtual engine|.
 --json keeps all samples. Ends with 1 where a bar is missed.
 """
 
