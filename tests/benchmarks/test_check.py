@@ -13,7 +13,7 @@ from benchmarks import check, check_tiles, results
 from benchmarks.check import LIMIT_S, attempt
 from benchmarks.noise import distance, noise
 from ds_memo.ops.builder import cuda_headers
-from ds_memo.remat.checkpoint import CannotTile
+from ds_memo.remat.layer_call import CannotTile
 from ds_memo.tiles import layer, tiling
 from tests import models
 from tests.faults import a_token_late, put_in
