@@ -54,7 +54,7 @@ class LayerRunner(Protocol):
     """One way to run layer calls."""
 
     def refusal(self, call: LayerCall, host: LayerHost) -> str | None:
-        """Return why another runner must run a call; None: this one can. "": such calls are not for it, which nobody is told."""
+        """Return why another runner must run a call; None: this one can. "": there is nothing to warn of."""
 
     def run(self, call: LayerCall, host: LayerHost) -> Any:
         """Run a call that was not refused.
