@@ -20,11 +20,11 @@ from ds_memo.estimate.meta_kernels import ATTENTION, CatchSdpa, fuse_modules, fu
 from ds_memo.estimate.mixer_kernels import mixer_kernels
 from ds_memo.hf.find_layers import find_layers
 from ds_memo.profile import stopwatch
+from ds_memo.profile.caught_call import CaughtCall
 from ds_memo.profile.layer import measure
-from ds_memo.profile.layer_call import LayerCall
 from ds_memo.profile.layer_kinds import kinds_of
 from ds_memo.profile.layer_sample import LayerSample
-from ds_memo.profile.sample import LayerProfile, Profile
+from ds_memo.profile.run_profile import LayerProfile, RunProfile
 from ds_memo.profile.tile_sample import TileSample
 from ds_memo.profile.tiles import measure_in_tiles
 from ds_memo.remat.layer import Layer
@@ -70,7 +70,7 @@ class Layers:
         self._sample = cache(self._take_sample)
         self._in_tiles = cache(self._take_in_tiles)
 
-    def profile(self, machine: Hardware, ulysses: int, ring: int, tokens: int, tiled: bool) -> Profile:
+    def profile(self, machine: Hardware, ulysses: int, ring: int, tokens: int, tiled: bool) -> RunProfile:
         """Return a profile as one of a real run on as many ranks to a sequence.
 
         Args:
@@ -84,7 +84,7 @@ class Layers:
             profiles.append(LayerProfile(call.layer.name, samples, in_tiles=in_tiles))
         numbers = {kind: number for number, kind in enumerate(self._calls)}
         layers = tuple(numbers[kind] for kind in self._kinds)
-        return Profile({}, "meta", tuple(profiles), layers, machine.d2h, machine.h2d, 1, ulysses * ring)
+        return RunProfile({}, "meta", tuple(profiles), layers, machine.d2h, machine.h2d, 1, ulysses * ring)
 
     def forward_flops(self, tokens: int) -> float:
         """Return the FLOPs of all layers' forward of one sequence."""
@@ -95,11 +95,11 @@ class Layers:
         return sum(of_kinds[kind] for kind in self._kinds)
 
     @cached_property
-    def _calls(self) -> dict[int, LayerCall]:
+    def _calls(self) -> dict[int, CaughtCall]:
         """The first call of each kind of layer, of _LONGEST tokens."""
         firsts = {kind: self.found[self._kinds.index(kind)] for kind in sorted(set(self._kinds))}
         returns: dict[int, type] = {}
-        calls: dict[int, LayerCall] = {}
+        calls: dict[int, CaughtCall] = {}
 
         def note(layer: Layer, kind: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             out = forward(*args, **kwargs)
@@ -109,7 +109,7 @@ class Layers:
             return out
 
         def catch(layer: Layer, kind: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            calls.setdefault(kind, LayerCall(layer, forward, args, kwargs))
+            calls.setdefault(kind, CaughtCall(layer, forward, args, kwargs))
             if len(calls) == len(firsts):
                 raise _Caught
             hidden = next(x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor))

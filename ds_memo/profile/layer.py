@@ -18,7 +18,7 @@ from torch import nn
 
 from ds_memo.errors import MemoError
 from ds_memo.placement import FULL_RECOMPUTE, GEMMS_RECOMPUTED, NO_RECOMPUTE, ON_DEVICE, Placement
-from ds_memo.profile.layer_call import LayerCall, hidden_from_training, uncompiled
+from ds_memo.profile.caught_call import CaughtCall, hidden_from_training, uncompiled
 from ds_memo.profile.layer_sample import LayerSample
 from ds_memo.profile.live import bytes_made, storages_of
 from ds_memo.profile.stopwatch import Stopwatch, now, repeats, seconds_between
@@ -37,7 +37,7 @@ from ds_memo.swap.host_slab import HostSlab
 from ds_memo.swap.streams import streams_for
 
 
-def measure(call: LayerCall, length: int, device: torch.device, attention: str | None = None) -> LayerSample:
+def measure(call: CaughtCall, length: int, device: torch.device, attention: str | None = None) -> LayerSample:
     """Measure one layer at one length, at most the length of the call.
 
     A compiled layer is timed as it runs. Its tensors and kernels are those of the layer uncompiled, which show one by one.
@@ -95,7 +95,7 @@ def measure(call: LayerCall, length: int, device: torch.device, attention: str |
 
 @contextmanager
 def alone(
-    call: LayerCall, length: int, device: torch.device
+    call: CaughtCall, length: int, device: torch.device
 ) -> Iterator[tuple[Callable[..., Any], tuple, list[torch.Tensor], list[nn.Parameter]]]:
     """Let a call run inside the block without a trace in training.
 

@@ -7,12 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 from ds_memo.profile.layer_sample import PEAKS, LayerSample
-from ds_memo.profile.sample import LayerProfile, Profile
+from ds_memo.profile.run_profile import LayerProfile, RunProfile
 from ds_memo.profile.tile_sample import TileSample
 from ds_memo.solve.run_costs import LayerCosts, PeakBytes
 
 
-def most_careful(profiles: Sequence[Profile]) -> Profile:
+def most_careful(profiles: Sequence[RunProfile]) -> RunProfile:
     """Return one profile for all ranks: the slowest copies, and for each kind of layer the most memory that any rank needs.
 
     Times are rank 0's: the ranks have the same layers and wait for each other in every step.

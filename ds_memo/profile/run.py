@@ -25,13 +25,13 @@ from ds_memo.errors import MemoError
 from ds_memo.memory.device import device_budget, device_usage
 from ds_memo.memory.host import host_usage, ranks_on_node
 from ds_memo.profile.bandwidth import SPAN, CopyBench
+from ds_memo.profile.caught_call import CaughtCall
 from ds_memo.profile.layer import measure
-from ds_memo.profile.layer_call import LayerCall
 from ds_memo.profile.layer_kinds import layer_in_words, settings_digest
 from ds_memo.profile.layer_sample import PEAKS, LayerSample
 from ds_memo.profile.live import older_objects_aside
 from ds_memo.profile.merge_ranks import most_careful
-from ds_memo.profile.sample import LayerProfile, Profile
+from ds_memo.profile.run_profile import LayerProfile, RunProfile
 from ds_memo.profile.tile_sample import TileSample
 from ds_memo.profile.tiles import measure_in_tiles
 from ds_memo.remat.gathered_params import gathered, gathered_bytes
@@ -67,7 +67,7 @@ def lengths_of(method: str, length: int, width: int, can_shorten: bool) -> tuple
     return check // 4, check // 2, check
 
 
-def worth_measuring(layers: Sequence[Layer], kinds: Sequence[int], calls: Mapping[int, LayerCall]) -> dict[int, LayerCall]:
+def worth_measuring(layers: Sequence[Layer], kinds: Sequence[int], calls: Mapping[int, CaughtCall]) -> dict[int, CaughtCall]:
     """Return the calls, by kind, that keep something for a backward: their layer or one before it requires a gradient. A frozen
     vision tower keeps nothing, nor does one that is called without an image."""
     trained = (index for index, layer in enumerate(layers) if any(p.requires_grad for p in layer.parameters))
@@ -92,7 +92,7 @@ class Asked:
     """
 
     kinds: Sequence[int]
-    calls: Mapping[int, LayerCall]
+    calls: Mapping[int, CaughtCall]
     method: str
     lengths: Mapping[int, tuple[int, ...]]
     full: Mapping[int, int]
@@ -150,7 +150,7 @@ class Asked:
         }
 
 
-def take_profile(asked: Asked) -> Profile:
+def take_profile(asked: Asked) -> RunProfile:
     """Measure layers and copies. All ranks must call this together and get the same profile: see `most_careful`.
 
     Raises:
@@ -169,7 +169,7 @@ def take_profile(asked: Asked) -> Profile:
         "host_memory": {**host_usage(), "budget_of_rank": asked.host_budget},
         "device_memory": device_usage(asked.device),
     }
-    mine = Profile(
+    mine = RunProfile(
         key=asked.key(),
         method=asked.method,
         kinds=kinds,
@@ -238,7 +238,7 @@ def _measure_kind(asked: Asked, kind: int) -> LayerProfile:
 
 
 def _measured_in_tiles(
-    asked: Asked, call: LayerCall, samples: Sequence[LayerSample], gathered: int
+    asked: Asked, call: CaughtCall, samples: Sequence[LayerSample], gathered: int
 ) -> tuple[tuple[TileSample, ...], str]:
     """Return a layer's samples in tiles, or none and why.
 

@@ -13,12 +13,12 @@ from ds_memo.estimate import layers
 from ds_memo.estimate.costs import Costs
 from ds_memo.estimate.estimate import estimate
 from ds_memo.estimate.hardware import load as hardware
-from ds_memo.estimate.layout import Layout
+from ds_memo.estimate.layout import GpuLayout
 from ds_memo.estimate.model import Model, from_config, load
 from ds_memo.estimate.question import Question
 from ds_memo.placement import Placement, PlacementKind, Tiles
+from ds_memo.profile.caught_call import layer_calls
 from ds_memo.profile.layer import measure
-from ds_memo.profile.layer_call import layer_calls
 from ds_memo.profile.layer_sample import PEAKS, LayerSample
 from ds_memo.profile.tile_sample import PARTS
 from ds_memo.runtime.attach import attach_model
@@ -96,7 +96,7 @@ def test_attention_under_ulysses_is_that_of_rehearsals(llama: Model, ranks: int,
 @pytest.mark.parametrize(("path", "units"), [(GPT_7B, (2, 8, 16)), (LLAMA_8B, (2, 9.5, 24.5))])
 def test_what_a_layer_stores_is_the_designs(path: Path, units: tuple[float, ...]) -> None:
     """2 + 8 alpha of a GPT, 2 + 9.5 alpha of Llama-3, in units of the hidden states, and the log-sum-exp."""
-    costs = Costs(load(str(path)), H100, Layout(1), 1 << 17)
+    costs = Costs(load(str(path)), H100, GpuLayout(1), 1 << 17)
     layer = costs.layers()[0]
     assert layer.whole_bytes / costs.hidden_bytes == pytest.approx(units[0], rel=0.01)
     assert layer.split_bytes / costs.hidden_bytes == pytest.approx(units[1])
@@ -112,7 +112,7 @@ def test_flops_are_the_papers() -> None:
 
 def test_between_two_samples_all_is_as_measured(llama: Model) -> None:
     """Bytes exactly, seconds within 1 %."""
-    asked, exact = Costs(llama, H100, Layout(1), 40_000).layers()[0], llama.measured._sample(0, 40_000, 1, H100)
+    asked, exact = Costs(llama, H100, GpuLayout(1), 40_000).layers()[0], llama.measured._sample(0, 40_000, 1, H100)
     assert asked.no_recompute_bytes == pytest.approx(exact.no_recompute_bytes, rel=1e-4)
     assert asked.working.backward == pytest.approx(exact.working.backward, rel=0.01)
     assert (asked.forward_s, asked.backward_s) == pytest.approx((exact.forward_s, exact.backward_s), rel=0.01)
@@ -160,7 +160,7 @@ def test_tiles_where_whole_layers_do_not_fit(llama: Model) -> None:
     assert tiled.tiles.tokens == 4096 and tiled.placed["attention_recomputed"] == 0
     assert estimate(replace(asked, seq_length=1 << 18, tile_tokens=4096)).tiles.tokens == 4096
     assert estimate(replace(asked, seq_length=1 << 18)).tiles is None
-    costs = Costs(llama, H100, Layout(8, sp=8), 1 << 20)
+    costs = Costs(llama, H100, GpuLayout(8, sp=8), 1 << 20)
     one, cut = costs.layers()[0], costs.layers(Tiles(4096, 4))[0]
     took = [layer.forward_s + layer.backward_s + layer.replay_s + layer.gemm_s for layer in (one, cut)]
     assert 1.0 < took[1] / took[0] < 1.1

@@ -65,7 +65,7 @@ class LayerProfile:
 
 
 @dataclass(frozen=True)
-class Profile:
+class RunProfile:
     """The measurements of a run."""
 
     key: dict[str, Any]
