@@ -109,4 +109,4 @@ class Probe:
     def _run(self, training_pass: TrainingPass, enough: Callable[[dict[int, CaughtCall]], bool]) -> dict[int, CaughtCall]:
         self._before()
         _, model, args, kwargs, as_called = training_pass
-        return layer_calls(self._remat, model, args, kwargs, self.kinds, enough, as_called)
+        return layer_calls(self._remat.instead, self._remat.engine.device, model, args, kwargs, self.kinds, enough, as_called)

@@ -141,7 +141,8 @@ def _calls(remat: Any, model: Any, kinds: list[int], batch: int, length: int, de
 
     def caught() -> dict[int, CaughtCall]:
         hidden = torch.randn(batch, length, embeddings.shape[1], dtype=embeddings.dtype, device=device)
-        return layer_calls(remat, model, (), {"inputs_embeds": hidden}, kinds, lambda calls: len(calls) > max(kinds))
+        given = {"inputs_embeds": hidden}
+        return layer_calls(remat.instead, device, model, (), given, kinds, lambda calls: len(calls) > max(kinds))
 
     return together(caught)
 

@@ -178,14 +178,7 @@ class Estimate:
             "seq_length": self.question.seq_length,
             "gpus": self.question.gpus,
             "sequences": self.sequences,
-            "layout": {
-                "tp": layout.tp,
-                "cp": layout.cp,
-                "sp": layout.sp,
-                "ulysses": layout.ulysses,
-                "dp": layout.dp,
-                "zero": layout.zero,
-            },
+            "layout": {name: getattr(layout, name) for name in ("tp", "cp", "sp", "ulysses", "dp", "zero")},
             "offload": layout.offload,
             "notes": list(self.notes),
         }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 
 from ds_memo.distributed.topology import ranks_per_sequence
 from ds_memo.errors import MemoError
-from ds_memo.remat.checkpoint import Remat
+from ds_memo.remat.checkpoint import LayerRun
 from ds_memo.remat.gathered_params import gathered
 from ds_memo.remat.layer import Layer
 from ds_memo.remat.layer_call import LayerCall, OwnForward
@@ -210,7 +210,8 @@ class _Enough(Exception):
 
 
 def layer_calls(
-    remat: Remat,
+    instead: Callable[[LayerRun], AbstractContextManager[None]],
+    device: torch.device,
     model: nn.Module,
     args: tuple,
     kwargs: dict[str, Any],
@@ -225,6 +226,7 @@ def layer_calls(
     whole it may not fit. Random generators and the model's arguments are left unchanged.
 
     Args:
+        instead: returns a context in which every layer call goes to a function, as Remat.instead.
         args, kwargs: arguments of the model's forward.
         kinds: the kind of each layer, see ds_memo.profile.layer_kinds.
         enough: given the calls so far, returns True if the forward may end.
@@ -257,7 +259,7 @@ def layer_calls(
         return outputs[key]
 
     try:
-        with remat.instead(catch), forked(remat.engine.device), hidden_from_training(model), KeepsGiven():
+        with instead(catch), forked(device), hidden_from_training(model), KeepsGiven():
             model.forward(*tree_map(_copied, args), **tree_map(_copied, kwargs))
     except _Enough:
         pass

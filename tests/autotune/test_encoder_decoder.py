@@ -102,7 +102,8 @@ def test_what_wants_a_gradient_in_training_wants_one_in_the_profile() -> None:
     """T5's layers hand on two position biases: of self-attention it is trained, of cross-attention it is zeros."""
     handle = ds_memo.attach(model := t5(), {"alpha": 0.5, "resident_layers": 1})
     given, kinds = inputs(12, 8), kinds_of(inside(handle).layers)
-    profiled = layer_calls(inside(handle).remat, model, (), given, kinds, lambda calls: len(calls) == max(kinds) + 1)
+    instead, cpu = inside(handle).remat.instead, torch.device("cpu")
+    profiled = layer_calls(instead, cpu, model, (), given, kinds, lambda calls: len(calls) == max(kinds) + 1)
     trained: dict[int, CaughtCall] = {}
 
     def note(layer: Layer, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:

@@ -109,11 +109,11 @@ def test_groups_of_heads_take_what_was_measured(samples: tuple[TileSample, ...])
 def test_seconds_are_those_of_the_parts(samples: tuple[TileSample, ...]) -> None:
     costs = in_tiles(dataclasses.replace(whole(512), attention_backward_s=1.0), samples, 1, 512, Tiles(128))
     seconds = dict(zip(PARTS, samples[1].seconds, strict=True))
-    assert costs.forward_s == pytest.approx(seconds["heads"] + seconds["tails"] + whole(512).attention_s)
+    assert costs.forward_s == pytest.approx(seconds["pre"] + seconds["post"] + whole(512).attention_s)
     assert costs.in_tiles is not None and costs.in_tiles.count == 4
-    assert costs.in_tiles.tails_backward_s == pytest.approx(seconds["tails_backward"])
+    assert costs.in_tiles.post_backward_s == pytest.approx(seconds["post_backward"])
     again = costs.gemm_s + costs.replay_s
-    assert costs.backward_s + again == pytest.approx(seconds["tails_backward"] + 1.0 + seconds["heads_backward"])
+    assert costs.backward_s + again == pytest.approx(seconds["post_backward"] + 1.0 + seconds["pre_backward"])
 
 
 def test_smaller_tiles_are_never_shorter(samples: tuple[TileSample, ...]) -> None:
@@ -142,9 +142,9 @@ def test_a_layer_without_attention() -> None:
     layer, x = model.model.layers[0], torch.randn(1, LONGEST, model.config.hidden_size, requires_grad=True)
     call = CaughtCall(Layer(0, "layer 0", layer), layer.forward, (x,), {"attention_mask": None})
     found = measure_in_tiles(call, (256, 512), CPU)
-    tails = [PARTS.index(part) for part in ("tails", "tails_backward")]
+    post = [PARTS.index(part) for part in ("post", "post_backward")]
     for sample in found:
-        assert sum(sample.seconds[part] for part in tails) > 0.95 * sum(sample.seconds)
+        assert sum(sample.seconds[part] for part in post) > 0.95 * sum(sample.seconds)
     costs = in_tiles(whole(768), found, 1, 768, Tiles(192))
     measured = tiles._measure(call, 768, Tiles(192), 1, CPU, None, 0)[0]
     assert (costs.working_at_0.forward, costs.working_at_0.backward) == pytest.approx(peaks(measured, False), rel=0.02)

@@ -33,9 +33,7 @@ def tiled(count: int = 8, units: float = 6.0, slower: float = 1.05) -> LayerCost
     working = PeakBytes(int(4.5 * UNIT), int(units * UNIT))
     backward_s = slower * (WHOLE.backward_s + WHOLE.gemm_s + WHOLE.replay_s)
     costs = replace(WHOLE, forward_s=slower * WHOLE.forward_s, backward_s=backward_s - WHOLE.gemm_s - WHOLE.replay_s)
-    parts = TileCosts(
-        count, tails_backward_s=0.6 * backward_s, heads_backward_s=0.1 * backward_s, heads_again_s=0.05 * backward_s
-    )
+    parts = TileCosts(count, post_backward_s=0.6 * backward_s, pre_backward_s=0.1 * backward_s, pre_again_s=0.05 * backward_s)
     again = replace(working, backward=working.backward + WHOLE.attention_bytes)
     return replace(costs, working=working, working_at_0=working, working_without_attention=again, in_tiles=parts)
 
