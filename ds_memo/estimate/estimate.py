@@ -9,8 +9,9 @@ from ds_memo.estimate import layout as layouts
 from ds_memo.estimate.costs import Costs
 from ds_memo.estimate.errors import EstimateError
 from ds_memo.estimate.layout import GpuLayout
-from ds_memo.estimate.methods import memo, stock
-from ds_memo.estimate.question import OK, OOHM, OOM, Estimate, Question, check
+from ds_memo.estimate.methods import memo
+from ds_memo.estimate.question import METHODS, OK, OOHM, OOM, Estimate, Question, check
+from ds_memo.estimate.stock import stock
 from ds_memo.units import GIB, round_up
 
 GRAIN = 32
@@ -142,9 +143,16 @@ def _misses(answer: Estimate) -> float:
     return answer.host_bytes / answer.question.ranks_on_node if answer.status == OOHM else answer.device_total
 
 
-def sweep(question: Question, lengths: Sequence[int], methods: Sequence[str]) -> list[Estimate]:
-    """Return one answer per length and method."""
-    return [estimate(replace(question, method=method, seq_length=length)) for method in methods for length in lengths]
+def sweep(question: Question, lengths: Sequence[int]) -> list[Estimate]:
+    """Return one answer per length."""
+    return [estimate(replace(question, seq_length=length)) for length in lengths]
+
+
+def compare(question: Question, lengths: Sequence[int]) -> list[Estimate]:
+    """Return one answer per method and length. No method loses memory between blocks: memo has its plan, the others are given one
+    as well, as PyTorch's expandable segments nearly are."""
+    asked = [replace(question, method=method, plan=True) for method in METHODS]
+    return [answer for method in asked for answer in sweep(method, lengths)]
 
 
 def _counts(node: int, most: int) -> Iterator[int]:

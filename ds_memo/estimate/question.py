@@ -2,7 +2,9 @@
 
 method           kept of a layer
 memo             input and attention output, and alpha of the GEMM outputs: this project, solved by ds_memo.solve
-full_recompute   the input: torch's checkpointing
+checkpoint       the input: torch's checkpointing, with the loss in chunks
+full_recompute   the input: torch's checkpointing, with whole logits
+alst, trl        the input, on the host: Arctic Long Sequence Training's recipe; TRL's example for 1 Mi tokens
 none             everything that autograd saves
 """
 
@@ -26,7 +28,15 @@ from ds_memo.units import GIB
 if TYPE_CHECKING:
     from ds_memo.estimate.model import Model
 
-METHODS = ("memo", "full_recompute", "none")
+METHODS = {
+    "memo": "logits are lazy",
+    "alst": "inputs on the host; MLP and loss in tiles",
+    "trl": "inputs on the host; loss in chunks",
+    "checkpoint": "inputs on the device; loss in chunks",
+    "full_recompute": "inputs on the device; whole logits",
+    "none": "all on the device; whole logits",
+}
+"""Methods, and what each is assumed to do beside its name."""
 OK, OOM, OOHM = "ok", "oom", "oohm"
 DAY_S = 24 * 60 * 60
 _MOST_BYTES = 1 << 60
