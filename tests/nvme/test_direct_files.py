@@ -26,7 +26,7 @@ from ds_memo.swap.pinned_segments import PAGE
 from ds_memo.swap.streams import D2H, finish_abandoned
 from tests.everyday import everyday
 from tests.nvme.conftest import descriptors
-from tests.nvme.files import CPU, MIB, Files, content, fill, slab_of
+from tests.nvme.files import CPU, Files, content, fill, slab_of
 from tests.runtime.traces import memo_threads
 
 SMALL = 16 * PAGE
@@ -124,20 +124,6 @@ def test_random_traffic(at_once, seed, make, small_stripes, monkeypatch):
     assert {len(os.listdir(found.path)) for found in files.directories} == {0}
 
 
-def test_transfers_end_while_python_computes(make):
-    """The training thread may compute in Python and never sleep."""
-    files, block = make(), slab_of(16 * MIB // PAGE).allocate(16 * MIB, "a test")
-    fill(block, 1)
-    wanted, extent = content(block), files.extent(16 * MIB, "a test")
-    deadline = time.monotonic() + 60
-    for move in (lambda: files.write(block, extent, ()), lambda: files.read(extent, block, ())):
-        transfer = move()
-        while not files.done(transfer):
-            assert time.monotonic() < deadline
-        assert transfer.failure is None and torch.equal(content(block), wanted)
-        fill(block, 2)
-
-
 def test_files_grow_as_they_are_wanted_and_no_further(make, monkeypatch, small_stripes):
     monkeypatch.setattr(module, "_GROWS_BY", 4 * SMALL)
     files = make(directories=2, budget=16 * SMALL + PAGE)
@@ -223,15 +209,6 @@ def test_waiting_beside_ends_with_compute(make):
     files.finished(write)
     assert files.stall_s > 0.01
     assert files.wait_beside(write, files.streams.mark("compute"))
-
-
-def test_an_event_that_fails_fails_the_transfer(make, monkeypatch):
-    files, slab = make(), slab_of(8)
-    monkeypatch.setattr(files.streams, "done", lambda event: (event is not bad and True) or 1 / 0)
-    bad = object()
-    with pytest.raises(ZeroDivisionError):
-        files.finished(files.write(slab.allocate(PAGE, "a test"), files.extent(PAGE, "a test"), (bad,)))
-    files.store(slab.allocate(PAGE, "a test"))
 
 
 # ---- refusals
@@ -367,53 +344,6 @@ def test_a_forked_process_has_no_files_and_does_not_hang(make):
         os._exit(told)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     files.load(extent, block)
-
-
-class Interrupted:
-    """A queue in which Ctrl-C comes at the next `put`: before or after it."""
-
-    def __init__(self, inner, before: bool) -> None:
-        self.inner, self.before, self.armed = inner, before, True
-
-    def put(self, item) -> None:
-        if self.armed and self.before:
-            self.armed = False
-            raise KeyboardInterrupt
-        self.inner.put(item)
-        if self.armed:
-            self.armed = False
-            raise KeyboardInterrupt
-
-
-@pytest.mark.parametrize("before", [True, False])
-def test_ctrl_c_as_a_transfer_is_issued_leaves_none_that_never_ends(before, make, small_stripes):
-    files, slab = make(directories=2), slab_of(200)
-    block = slab.allocate(5 * SMALL, "a test")
-    fill(block, 1)
-    wanted, extent, files._issued = content(block), files.extent(block.nbytes, "a test"), Interrupted(files._issued, before)
-    with pytest.raises(KeyboardInterrupt):
-        files.write(block, extent, ())
-    files.finish()
-    assert files.meters[True].nbytes == block.nbytes, "once, not twice"
-    assert torch.equal(files.load(extent, slab.allocate(block.nbytes, "a test")), wanted)
-
-
-def test_a_process_has_all_its_threads_or_none(tmp_path, monkeypatch):
-    before, start, begun = set(memo_threads()), threading.Thread.start, []
-
-    def refuse(thread):
-        if len(begun) == 4:
-            raise RuntimeError("can't start new thread")
-        begun.append(thread)
-        start(thread)
-
-    monkeypatch.setattr(module.threading.Thread, "start", lambda t: refuse(t) if "files" in t.name else start(t))
-    with pytest.raises(RuntimeError, match="can't start new thread"):
-        Files(tmp_path, directories=2, budget=8 * MIB * 2)
-    gc.collect()
-    for thread in begun:
-        thread.join(60)
-    assert not [thread for thread in set(memo_threads()) - before if "files" in thread.name]
 
 
 # ---- space against a model: one flag for each page

@@ -150,7 +150,7 @@ STEPS = st.lists(st.tuples(st.sampled_from(["allocate", "allocate", "free"]), st
 
 
 @pytest.mark.slow
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.integers(1, 100 * PAGE), STEPS)
 def test_whatever_fits_the_budget_is_allocated_and_no_more_is_held(budget, steps):
     with pytest.MonkeyPatch.context() as patch:

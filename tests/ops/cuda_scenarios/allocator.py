@@ -96,18 +96,6 @@ def a_kernels_own_memory_counts_in_a_profile() -> None:
 
 
 @scenario
-def history_is_recorded() -> None:
-    torch.cuda.memory._record_memory_history(max_entries=1000)
-    slots = Slots((0, 8), (NATIVE, 8))
-    blocks = [slots.take(8), slots.take(8)]
-    assert slots.count("hit") == 1
-    snapshot = torch.cuda.memory._snapshot()
-    torch.cuda.memory._record_memory_history(enabled=None)
-    assert snapshot["segments"] and any(entry["action"] == "alloc" for trace in snapshot["device_traces"] for entry in trace)
-    del blocks
-
-
-@scenario
 def blocks_of_before_and_after() -> None:
     """Native blocks from before the install, and planned ones from before the uninstall."""
     Allocator(DEVICE).uninstall()
