@@ -30,7 +30,7 @@ KINDS = {  # what is damaged: (its strategy, the name it is given, the command)
     "hardware": (jsons("hardware.json"), "machine.json", (*ESTIMATE, "--model", MODEL, "--hardware", "FILE")),
     "memo": (jsons("memo.json"), None, ("run", "--memo", "FILE", "true")),
 }  # fmt: skip
-FEW, MANY, IN_PROCESSES = 60, 500, 3
+FEW, MANY = 40, 500
 
 
 def settled(examples: int) -> settings:
@@ -92,7 +92,7 @@ def test_damaged_files(kind: str, examples: int, tmp_path: Path) -> None:
 # ---- the section
 
 
-@settled(10 * FEW)
+@settled(500)
 @given(sections("memo.json"))
 def test_sections(section: object) -> None:
     try:

@@ -140,16 +140,6 @@ def test_an_ordinary_tensor_takes_logits(program: str) -> None:
     compare_runs(use)
 
 
-def test_a_column_is_a_view() -> None:
-    def use(model: nn.Module) -> torch.Tensor:
-        logits = logits_of(model)[:, None]
-        column = logits[..., 3]
-        logits *= 2
-        return (column.movedim(-1, 1).sum(1) * column.sum(-1)).sum() + column.float().double().exp().sum()
-
-    compare_runs(use)
-
-
 def test_a_hook_is_of_the_logits_as_they_are_now() -> None:
     def use(model: nn.Module) -> torch.Tensor:
         logits = logits_of(model)

@@ -17,8 +17,7 @@ import torch
 
 from ds_memo.errors import MemoError
 from ds_memo.nvme import direct_files as module
-from ds_memo.nvme import directory as directory_module
-from ds_memo.nvme.direct_files import STRIPE, THREADS, DirectFiles
+from ds_memo.nvme.direct_files import THREADS, DirectFiles
 from ds_memo.nvme.extents import Space
 from ds_memo.swap.host_pool import Range
 from ds_memo.swap.host_slab import Block
@@ -153,23 +152,6 @@ def test_a_budget_is_whole_rows_and_allocated_at_once_where_it_is_given(make, sm
     files.extent(6 * SMALL, "a test")
     with pytest.raises(MemoError, match="are left"):
         files.extent(PAGE, "a test")
-
-
-def test_a_disk_that_is_full_from_the_start_leaves_nothing(tmp_path, monkeypatch):
-    calls, real = [], os.posix_fallocate
-
-    def full(handle, begin, nbytes):
-        calls.append(nbytes)
-        if len(calls) == 2:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        real(handle, begin, nbytes)
-
-    monkeypatch.setattr(directory_module.os, "posix_fallocate", full)
-    before = descriptors()
-    with pytest.raises(MemoError, match="has no room for"):
-        Files(tmp_path, directories=3, budget=6 * STRIPE, preallocate=True)
-    gc.collect()
-    assert len(calls) == 2 and descriptors() <= before
 
 
 # ---- order
@@ -313,18 +295,6 @@ def test_memory_of_a_transfer_that_is_over_is_let_go(make):
     del block, slab
     gc.collect()
     assert gone() is None
-
-
-@pytest.mark.parametrize("which", ["the first", "a file's"])
-def test_a_thread_that_died_is_an_error_and_no_hang(which, make):
-    files, slab = make(), slab_of(8)
-    files.store(block := slab.allocate(PAGE, "a test"))
-    (files._issued if which == "the first" else files._files[0].queue).put(None)
-    deadline = time.monotonic() + 60
-    while all(thread.is_alive() for thread in files._threads) and time.monotonic() < deadline:
-        time.sleep(0.001)
-    with pytest.raises(MemoError, match="are closed, or this process was forked"):
-        files.store(block)
 
 
 @pytest.mark.processes

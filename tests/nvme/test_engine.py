@@ -166,30 +166,6 @@ def test_blocks_are_read_ahead_as_far_as_the_host_has_room(make):
     assert rig.states(frames)[:3] == ["in_file"] * 3
 
 
-def test_blocks_that_were_read_ahead_give_way(make):
-    """After a part of a backward the host is full of them; the next forward needs it."""
-    rig = make(8)
-    rig.slab.budget.nbytes = 4 * PAGE
-    frames = pages(rig, 8)
-    rig.slab.budget.nbytes = 8 * PAGE
-    rig.replay(frames[7])
-    assert rig.states(frames).count("reading") >= 3
-    rig.slab.budget.nbytes = 4 * PAGE
-    frames += pages(rig, 8)
-    assert rig.slab.used <= 4 * PAGE
-    assert goes_through(rig, [*frames, frames[3]])
-
-
-def test_a_backward_in_any_order_and_again(make):
-    rig = make(3)
-    frames = pages(rig, 10)
-    for number in (9, 4, 8, 3, 0, 7, 2, 6, 5, 1):
-        assert goes_through(rig, [frames[number]])
-    for _ in range(2):
-        assert goes_through(rig, frames)
-    assert rig.files.meters[True].nbytes == 10 * PAGE, "written once"
-
-
 # ---- frames that die
 
 
@@ -277,16 +253,6 @@ def test_a_failed_write_stays_on_the_host(make, monkeypatch):
     assert sorted(rig.states(frames)) == ["in_both"] * 4 + ["refused"]
     assert rig.files.meters[True].nbytes == 4 * PAGE, "what was not written counts as written"
     assert goes_through(rig, frames + pages(rig, 7))
-
-
-def test_where_no_write_succeeds_the_step_is_lost_once_the_host_is_full_and_nothing_else(make, monkeypatch):
-    rig, frames = make(4), []
-    with monkeypatch.context() as patch, pytest.raises(MemoError, match=r"host memory: frame x needs"):
-        patch.setattr(direct_files.os, "pwritev", raises(errno.ENOSPC))
-        frames += pages(rig, 12)
-    assert 0 < len(rig.warnings) <= 4
-    assert nothing_is_left(rig)
-    assert goes_through(rig, pages(rig, 12))
 
 
 @pytest.mark.parametrize("nth", range(1, 7))

@@ -13,12 +13,10 @@ from torch import nn
 
 import ds_memo
 from ds_memo.ops.allocator import MIN_BYTES, Allocator
-from ds_memo.plan import search
 from ds_memo.planned_alloc import runtime as addresses
 from tests.everyday import everyday
 from tests.inside import inside
 from tests.models import Batch, Toy, build, step
-from tests.plan.instances import GAP
 from tests.planned_alloc.planned import BARE, BATCH, CONFIG, CPU, Counting, bit_equal, outcomes
 
 pytestmark = pytest.mark.usefixtures("nothing_stays_planned")
@@ -252,20 +250,6 @@ def test_blocks_are_kept_whole_for_a_profile_only_where_one_will_be_made(tmp_pat
     handle.detach()
 
 
-def test_addresses_that_cannot_be_had_leave_no_setting(whole: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
-
-    def fails(self: Any) -> None:
-        raise RuntimeError("no such op")
-
-    monkeypatch.setattr(addresses.Addresses, "_install", fails)
-    model = build("llama")
-    handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 1})
-    with pytest.warns(ds_memo.MemoWarning, match="memory addresses are not planned: no such op"):
-        step(model, BATCH)
-    assert whole == [False]
-    handle.detach()
-
-
 @pytest.mark.processes
 @pytest.mark.parametrize("cxx, why", [("no-such-compiler", "no C++ compiler"), ("false", "false failed: exit status 1")])
 def test_no_compiler(cxx: str, why: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -281,33 +265,6 @@ def test_no_compiler(cxx: str, why: str, monkeypatch: pytest.MonkeyPatch, tmp_pa
     report = handle.report()
     assert report["plan"] is None and why in report["warnings"][0]
     handle.detach()
-
-
-@pytest.mark.processes
-def test_no_compiler_for_the_exact_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The op is there, from the cache or compiled ahead of time. CBC plans what greedy cannot prove, and the report says so."""
-    monkeypatch.setattr(search, "_library", None)
-    model = build("plain")
-    events = sorted([(b.lifespan.upper, 0, b) for b in GAP.buffers] + [(b.lifespan.lower, 1, b) for b in GAP.buffers])
-
-    def ask_for_memory(module: nn.Module, args: Any) -> None:
-        alive = {}
-        for _, birth, buffer in events:
-            if birth:
-                alive[buffer.id] = torch.empty(buffer.size << 24, dtype=torch.uint8)
-            else:
-                del alive[buffer.id]
-
-    model.blocks[0].norm1.register_forward_pre_hook(ask_for_memory)
-    with Counting(model, {**CONFIG, "plan": {"time_limit_s": 3}}) as counting:
-        monkeypatch.setenv("CXX", "/nonexistent/c++")
-        with pytest.warns(ds_memo.MemoWarning, match="without the exact search: .*no C.. compiler") as said:
-            for _ in range(4):
-                step(model, BATCH)
-        counting.assert_followed()
-        (shown,) = (text for text in counting.handle.report()["warnings"] if "exact search" in text)
-        assert len([warning for warning in said if str(warning.message) == shown]) == 1
-        assert any("exact search left out: " in note for note in counting.handle.plan.notes)
 
 
 def test_no_room_for_the_arena(monkeypatch: pytest.MonkeyPatch) -> None:
