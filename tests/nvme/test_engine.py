@@ -242,19 +242,6 @@ def test_no_block_is_freed_under_a_transfer(home, way, tmp_path):
 # ---- refusals
 
 
-def test_a_failed_write_stays_on_the_host(make, monkeypatch):
-    rig = make(6)
-    with monkeypatch.context() as patch:
-        faulty(patch, "pwritev", 2, raises(errno.EIO))
-        frames = pages(rig, 5)
-        rig.files.finish()
-        rig.home.note_written()
-    assert len(rig.warnings) == 1 and "stays in host memory: rank 0 could not write its file in" in rig.warnings[0]
-    assert sorted(rig.states(frames)) == ["in_both"] * 4 + ["refused"]
-    assert rig.files.meters[True].nbytes == 4 * PAGE, "what was not written counts as written"
-    assert goes_through(rig, frames + pages(rig, 7))
-
-
 @pytest.mark.parametrize("nth", range(1, 7))
 def test_each_read_refused_in_turn_loses_that_backward_alone(nth, make, monkeypatch):
     rig = make(4)

@@ -148,7 +148,6 @@ model(inputs_embeds=batch.embeds, labels=batch.labels).loss.backward()
 @pytest.mark.processes
 @pytest.mark.parametrize("call", ["pwritev", "preadv"])
 def test_kill_9_in_forward_and_in_backward_leaves_no_file(call, tmp_path):
-    before = os.statvfs(tmp_path)
     _, _, largest = by_host("llama", settings(0.5, 0, None), 8)
     child = subprocess.run(
         [sys.executable, "-c", KILLED, str(tmp_path), str(host_of(3 * largest)), call],
@@ -159,5 +158,3 @@ def test_kill_9_in_forward_and_in_backward_leaves_no_file(call, tmp_path):
     assert child.returncode == -signal.SIGKILL, child.stderr
     assert child.stdout.startswith("stepped") and int(child.stdout.split()[1]) > 0
     assert os.listdir(tmp_path) == []
-    freed = os.statvfs(tmp_path).f_bavail * before.f_frsize - before.f_bavail * before.f_frsize
-    assert freed > -(1 << 27), "the quarter GiB is free again, whatever others write meanwhile"

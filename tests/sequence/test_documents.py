@@ -17,8 +17,6 @@ from torch.nn.attention import flex_attention as torch_flex
 from transformers import masking_utils
 from transformers import modeling_flash_attention_utils as flash
 from transformers.integrations import flex_attention as flex
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import ds_memo
 from ds_memo.autotune.policy import PlacementPolicy
@@ -277,20 +275,6 @@ class TestInParts(DistributedTest):
             model(input_ids=tokens, position_ids=part(Batch(UNPACKED).positions), attention_mask=part(mask))
         assert_as_apart(pack.in_parts(model), pack.apart(build("llama")))
 
-    def test_attention_of_the_callers_own(self, monkeypatch):
-        """It is replaced; where it computes something else, the probe says so."""
-        twice = lambda *args, **named: sdpa_attention_forward(*args, **{**named, "scaling": 2 * named["scaling"]})  # noqa: E731
-        for name, own in (("as_usual", sdpa_attention_forward), ("of_my_own", twice)):
-            ALL_ATTENTION_FUNCTIONS.register(name, own)
-            model = build("llama")
-            model.config._attn_implementation = name
-            sequence.set_up(model, 2)
-            if name == "of_my_own":
-                with pytest.raises(ds_memo.MemoError, match=r"layers\.0\.self_attn \(LlamaAttention\) computes token"):
-                    sequence.refuse_inexact(model, model)
-            else:
-                sequence.refuse_inexact(model, model)
-
     @pytest.mark.parametrize("cuts", [((32, 64), (0, 32)), ((0, 40), (32, 64))], ids=["swapped", "overlapping"])
     def test_parts_that_are_no_sequence(self, cuts):
         """Refused by every rank in one line, where they passed for two documents."""
@@ -389,11 +373,3 @@ def test_parts_in_another_order(ranks: int, borders: tuple[int, ...]) -> None:
                 hf_sequence.documents_of(said)
         else:
             hf_sequence.documents_of(said)
-
-
-@pytest.mark.parametrize("overlap", [1, 2, 9])
-def test_parts_that_overlap(overlap: int) -> None:
-    whole = torch.arange(40)[None]
-    said = [hf_sequence.said_of(1, part.shape[1], part) for part in (whole[:, : 20 + overlap], whole[:, 20:])]
-    with pytest.raises(ds_memo.MemoError, match=f"go from {19 + overlap} to 20 between the parts of ranks 0 and 1"):
-        hf_sequence.documents_of(said)
