@@ -58,27 +58,13 @@ BAD_TRACES = [
     ("malloc a 1\nmalloc a 1\n", 2, "allocated in line 1"),
     ("malloc a -1\n", 1, "-1"),
     (f"malloc a {2**63}\n", 1, str(2**63)),
-    ("malloc a 1.5\n", 1, "'1.5'"),
-    ("malloc a ten\n", 1, "'ten'"),
-    ("malloc a\n", 1, "'malloc a'"),
     ("phase L0.x\n", 1, "'L0.x'"),
-    ("phase layer0\n", 1, "'layer0'"),
     ("malloc a 1\nphase L0.f\n", 2, "before any request"),
-    ("alloc a 1\n", 1, "'alloc a 1'"),
     ("malloc a 1\nmalloc b 10", 2, "'malloc b 10'"),
-    ("phase L0.f\n", 0, "no requests"),
     ("", 0, "no requests"),
-    (
-        "phase " + "L" * 10**6 + "\nmalloc a 1\n",
-        1,
-        "1,000,000 characters, expected a phase of at most 200",
-    ),
-    ("malloc " + "a" * 201 + " 1\n", 1, "201 characters, expected an id of at most 200"),
+    ("phase " + "L" * 10**6 + "\nmalloc a 1\n", 1, "1,000,000 characters, expected a phase of at most 200"),
     ("phase L" + "9" * 100 + ".f\nmalloc a 1\n", 1, "expected a layer below 65,536"),
-    ("malloc a " + "9" * 10**6 + "\n", 1, "expected a size"),
-    ("x" * 10**6 + "\n", 1, "xxx"),
     ("malloc \x1b[31m -1\nmalloc \x1b[31m 1\n", 1, "-1"),
-    ("malloc a 1\nfree \x1b[31m\n", 2, "free of \\x1b[31m"),
 ]
 
 
@@ -133,9 +119,7 @@ def test_plans_round_trip():
         (lambda t: t[: len(t) // 2], "expected a plan as JSON"),
         (lambda t: t.replace("ds_memo.plan/2", "ds_memo.plan/0"), "schema 'ds_memo.plan/0'"),
         (lambda t: t.replace('"peak"', '"pique"', 1), "pique"),
-        (lambda t: "[]", "schema None"),
         (lambda t: "", "expected a plan as JSON"),
-        (lambda t: f'{{"peak": {"9" * 5000}}}', "expected a plan as JSON"),
         (lambda t: "[" * 100_000, "brackets within brackets"),
     ],
 )
@@ -151,18 +135,11 @@ def test_bad_plans(change, words):
         *((("slots", 0, name), junk) for name in ("offset", "birth", "phase", "requested") for junk in ("a", None, -1, 10**30)),
         (("slots", 1, "offset"), 0),
         (("slots", 0, "phase"), 7),
-        (("slots", 0, "death_phase"), 7),
-        (("slots", 0, "k"), 1.5),
         (("peak",), float("nan")),
-        (("peak",), "1024"),
         (("lower_bound",), 1),
         (("proven",), "no"),
         (("phases", 0, "name"), 5),
         (("phases", 0, "name"), "x" * 201),
-        (("phases", 0, "first"), -1),
-        (("phases", 0, "end"), -1),
-        (("notes",), 5),
-        (("slots",), [[]]),
     ],
 )
 def test_a_plan_that_was_edited(where, junk):
@@ -226,15 +203,13 @@ class _Attack:
         (range(3), errors.UnsafePickle, "range"),
         (b"", errors.MalformedInput, "expected a whole pickle"),
         (pickle.dumps(snapshot(("alloc", 1, 1)))[:-40], errors.MalformedInput, "exhausted before end of frame"),
-        (b"not a pickle at all", errors.MalformedInput, "pickle"),
-        ([1, 2], errors.MalformedInput, "device_traces"),
         (snapshot(), errors.MalformedInput, "device_traces"),
         (snapshot(("alloc", 1, -5)), errors.MalformedInput, "-5"),
         (snapshot(("alloc", 1, 5), ("alloc", 1, 5)), errors.MalformedInput, "in use"),
         (snapshot(("alloc", "x", 5)), errors.MalformedInput, "'x'"),
         (snapshot(("free_completed", 1, 5)), errors.MalformedInput, "no alloc"),
     ],
-    ids=range(12),
+    ids=range(10),
 )
 def test_bad_snapshots(dump, data, error, words):
     with pytest.raises(error, match=words):
@@ -281,19 +256,15 @@ DOUBLED = b")\x94" + b"".join(b"h%ch%c\x86\x94" % (i, i) for i in range(60))
         (b"\x80\x04\x8f.", "opcode"),  # a set
         (b"\x80\x05\x96" + (1 << 60).to_bytes(8, "little") + b".", "opcode"),  # a bytearray
         (b"\x80\x04\x8d" + (1 << 60).to_bytes(8, "little") + b".", "whole pickle"),
-        (b"\x80\x02I1\n.", "opcode"),
         (b"\x80\x04e.", "damage"),
-        (b"\x80\x04u.", "damage"),
-        (b"\x80\x04h\x05.", "damage"),
         (b"\x80\x04\x87.", "damage"),
-        (b"\x80\x04.", "damage"),
         (b"\x80\x04}(\x8c\x01au.", "damage"),
         (b"\x80\x04\x8c\x01\xff.", "utf-8"),
         (b"\x80\x04\x8c\x05ab", "whole pickle"),
         (b"\x80\x04cos\nsystem\n.", "os.system"),
         (b"\x80\x04\x8c\x02os\x8c\x06system\x93.", "os.system"),
     ],
-    ids=range(17),
+    ids=range(13),
 )
 def test_pickles_that_want_too_much(data, words):
     with pytest.raises(errors.PlanError, match=words):
