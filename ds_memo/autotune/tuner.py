@@ -33,7 +33,7 @@ from ds_memo.config import MemoConfig
 from ds_memo.distributed import agree
 from ds_memo.distributed.agree import Failed, from_all_ranks, greatest, together, world_size
 from ds_memo.distributed.topology import gathers_by_module, is_experts, meet_in_layers, sharing_ranks, talk_in_layers
-from ds_memo.logits.head import LazyHead
+from ds_memo.logits.lazy_head import LazyHead
 from ds_memo.placement import PlacementKind, Tiles
 from ds_memo.planned_alloc import UNPLANNED_OVERHEAD
 from ds_memo.planned_alloc.runtime import Addresses

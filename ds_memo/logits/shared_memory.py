@@ -13,7 +13,7 @@ import torch
 from torch.utils.weak import TensorWeakRef
 
 from ds_memo.errors import MemoError
-from ds_memo.logits.content import Content, Tile, as_they_are
+from ds_memo.logits.lazy_value import LazyValue, RowTile, as_they_are
 from ds_memo.remat.tensors import version_of
 
 
@@ -24,7 +24,7 @@ class Memory:
         content: all of them, row-major.
     """
 
-    def __init__(self, content: Content) -> None:
+    def __init__(self, content: LazyValue) -> None:
         self.content = content
         self.changes = 0
         """Changes in place."""
@@ -56,7 +56,7 @@ class Memory:
         if self.hooked:
             raise MemoError("lazy logits that have a hook, or a view with one, are changed in place. Register hooks on a clone")
 
-    def change(self, new: Content, view: Content, columns: range, tokens: int) -> bool:
+    def change(self, new: LazyValue, view: LazyValue, columns: range, tokens: int) -> bool:
         """Change the rows and columns of a view.
 
         Args:
@@ -78,12 +78,12 @@ class Memory:
             count = len(old.maps)
             all_rows = torch.arange(old.rows, device=old.device).view(old.leading)
 
-            def expression(tile: Tile) -> torch.Tensor:
+            def expression(tile: RowTile) -> torch.Tensor:
                 values, number = tile.values(old.expression), tile.operand(count)
                 picked = (number >= 0).nonzero()[:, 0]
                 rows, part = values[picked], slice(columns.start, columns.stop, columns.step)
                 known = {as_they_are: tile.values(as_they_are)[picked], view.expression: rows[:, part]}
-                changed = Tile(new.at(number[picked]), slice(None), known).values(new.expression)
+                changed = RowTile(new.at(number[picked]), slice(None), known).values(new.expression)
                 if len(columns) < old.vocabulary:
                     whole = rows.clone()
                     whole[:, part] = changed
@@ -104,7 +104,7 @@ class View(NamedTuple):
 
     of: Any
     """The other lazy logits."""
-    content: Callable[[Content], Content]
+    content: Callable[[LazyValue], LazyValue]
     values: Callable[[torch.Tensor], torch.Tensor]
     columns: slice = slice(None)
     """Part of the vocabulary."""

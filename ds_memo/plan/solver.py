@@ -31,7 +31,7 @@ Warn = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Solution:
+class Packing:
     """A placement that no verifier has seen yet.
 
     Args:
@@ -62,10 +62,10 @@ def solve(
     *,
     solver: str = "cbc",
     seconds: float = 60.0,
-    start: Solution | None = None,
+    start: Packing | None = None,
     progress: Progress | None = None,
     warn: Warn = warn,
-) -> Solution:
+) -> Packing:
     """Return the smallest placement that `solver` finds in `seconds`, kept to 0.2 s if they suffice for one sweep.
 
     Args:
@@ -124,9 +124,9 @@ class _Run:
             best, bound = self.peak if best is None else best, self.bound if bound is None else bound
             self._progress(stage, best, bound, self.limit - self.left, self.limit)
 
-    def solution(self) -> Solution:
+    def solution(self) -> Packing:
         seconds = time.monotonic() - self.began
-        return Solution(self.offsets, self.peak, self.lower_bound, self.bound, self.method, seconds, tuple(self.notes))
+        return Packing(self.offsets, self.peak, self.lower_bound, self.bound, self.method, seconds, tuple(self.notes))
 
 
 def _exact(run: _Run, solver: str, warn: Warn) -> None:

@@ -171,7 +171,7 @@ class Frame:
         """Events behind the copies of tensors that may change before that, by index."""
         self.stream: Any = None
         """The compute stream that its layer began on."""
-        self.aside: set[Any] = set()
+        self.side_streams: set[Any] = set()
         """Other compute streams, on which the layer makes some of what is kept."""
         self.buffer_stream: Any = None
         """The compute stream that the reload buffer was allocated on."""

@@ -13,7 +13,7 @@ from torch import nn
 
 from ds_memo import MemoError
 from ds_memo.logits import tensor
-from ds_memo.logits.memory import Memory
+from ds_memo.logits.shared_memory import Memory
 from tests.logits.rig import BATCH, EXACT, IDS, LENGTH, VOCAB, attached, causal, compare, logits_of, step
 from tests.models import Different, assert_same_grads
 

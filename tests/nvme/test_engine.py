@@ -85,7 +85,7 @@ def make(tmp_path):
 
 def nothing_is_left(rig: NvmeRig) -> bool:
     gc.collect()
-    rig.engine.settle()
+    rig.engine.free_failed_graphs()
     return rig.slab.used == 0 and rig.files.extents() == []
 
 
@@ -247,7 +247,7 @@ def test_a_dead_frame_whose_destructor_was_interrupted(make):
         del frame
         frames.clear()
         gc.collect()
-        rig.engine.settle()
+        rig.engine.free_failed_graphs()
     assert rig.slab.used == 0 and rig.files.extents() == []
     assert rig.engine.traffic.blocks_lost == 3
 
@@ -459,6 +459,6 @@ def test_two_models_that_share_a_pool_make_room_for_each_other(tmp_path):
     rigs[1].files.extent = lambda *_: (_ for _ in ()).throw(MemoError("none"))
     with pytest.raises(MemoError, match="host memory: frame x needs"):  # one that is closed is asked for no room
         pages(rigs[1], 5)
-    rigs[1].engine.settle()
+    rigs[1].engine.free_failed_graphs()
     rigs[1].engine.close()
     assert held and pool.size == 0

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_memo.sequence import kernels
 from ds_memo.sequence.masks import Mask, plan
-from ds_memo.sequence.parts import Parts
+from ds_memo.sequence.parts import SequenceParts
 
 PACKED = [[0, 100, 101, 300]]
 CASES: dict[str, dict[str, Any]] = {
@@ -52,7 +52,7 @@ def called(dtype: torch.dtype, case: Any) -> dict[str, int]:
     """Call both directions for each ring step; return the ops."""
     rows, ring, (h, hk), (d, e) = case.rows, case.ring, case.heads, case.sizes
     ranks = SimpleNamespace(size=ring, ulysses=1, ring=ring, number=ring - 1, ring_number=ring - 1)
-    parts = Parts(ranks, case.length, case.documents)
+    parts = SequenceParts(ranks, case.length, case.documents)
     tokens, heads = parts.length // ring, ((h, d), (hk, d), (hk, e), (h, e))
     q, k, v, grad = (torch.empty(rows, tokens, n, size, dtype=dtype, device="cuda") for n, size in heads)
     how = 0.1, getattr(case, "softcap", 0.0)

@@ -6,7 +6,7 @@ import pytest
 
 from ds_memo.hf import sequence as hf_sequence
 from ds_memo.sequence import kernels, masks
-from ds_memo.sequence.parts import Parts
+from ds_memo.sequence.parts import SequenceParts
 from tests.distributed_harness.common import DistributedTest
 from tests.everyday import everyday
 from tests.faults import put_in
@@ -79,7 +79,7 @@ class TestControls(DistributedTest):
 
         def planned_swapped(right, parts, mask):
             with monkeypatch.context() as patch:
-                put_in(patch, Parts, "pieces_of_ring", lambda right, parts, number: right(parts, number)[::-1])
+                put_in(patch, SequenceParts, "pieces_of_ring", lambda right, parts, number: right(parts, number)[::-1])
                 return right(parts, mask)
 
         put_in(monkeypatch, masks, "_plan", planned_swapped)
@@ -88,7 +88,7 @@ class TestControls(DistributedTest):
 
     @pytest.mark.parametrize("ulysses", [2, 1])
     def test_documents_and_windows_not_seen(self, ulysses, monkeypatch):
-        put_in(monkeypatch, hf_sequence, "Parts", lambda right, ranks, length, documents: right(ranks, length))
+        put_in(monkeypatch, hf_sequence, "SequenceParts", lambda right, ranks, length, documents: right(ranks, length))
         assert distances("llama", ulysses, UNEVEN)[0] <= LOGITS
         assert distances("llama", ulysses, UNEVEN_PACKED)[0] > 1e-3
         put_in(monkeypatch, masks, "_plan", lambda right, parts, mask: right(parts, masks.Mask()))

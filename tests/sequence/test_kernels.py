@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from ds_memo.sequence import kernels
-from ds_memo.sequence.kernels import Call, Cpu, Flash, Math, backward, forward, merge, side_by_side
+from ds_memo.sequence.kernels import Cpu, Flash, KernelCall, Math, backward, forward, merge, side_by_side
 from ds_memo.sequence.masks import Band, Mask, plan
-from ds_memo.sequence.parts import Parts
+from ds_memo.sequence.parts import SequenceParts
 
 EXACT = 1e-12
 
@@ -22,7 +22,7 @@ def ranks(ring: int, number: int) -> Any:
     return SimpleNamespace(size=ring, ulysses=1, ring=ring, number=number, ring_number=number)
 
 
-def visible(parts: Parts, mask: Mask, rows: int) -> torch.Tensor:
+def visible(parts: SequenceParts, mask: Mask, rows: int) -> torch.Tensor:
     """Return which keys queries see (b, s, s), token by token, by the definition of the mask."""
     seen = torch.zeros(rows, parts.length, parts.length, dtype=torch.bool)
     every = torch.arange(parts.length)
@@ -55,7 +55,7 @@ def reference(
 
 
 def ring_of(
-    parts: Parts, inputs: list[torch.Tensor], mask: Mask, scale: float, softcap: float, own: int
+    parts: SequenceParts, inputs: list[torch.Tensor], mask: Mask, scale: float, softcap: float, own: int
 ) -> tuple[list[torch.Tensor], list[Any]]:
     """Compute one ring number's queries step by step; return out, lse and gradients by q and by all keys and values."""
     q, k, v, grad = inputs
@@ -134,7 +134,7 @@ def test_ring_steps_merge_to_the_softmax_over_all_keys(ring: int, mask: Mask, mo
     for _ in range(6):
         length, rows = rng.randrange(9, 60), rng.choice([1, 2])
         documents = random_documents(rng, length, rows)
-        assert max(differences(lambda own: Parts(ranks(ring, own), length, documents), mask, rows)) < EXACT  # noqa: B023
+        assert max(differences(lambda own: SequenceParts(ranks(ring, own), length, documents), mask, rows)) < EXACT  # noqa: B023
     kernels._work.cache_clear()
 
 
@@ -155,7 +155,7 @@ def test_heads_of_any_number_and_size(case: dict[str, Any], mask: Mask, monkeypa
     monkeypatch.setattr(kernels, "SIDE", 7)
     kernels._work.cache_clear()
     documents = [[0, 5, 31], [0]]
-    assert max(differences(lambda own: Parts(ranks(2, own), 40, documents), mask, 2, **case)) < EXACT
+    assert max(differences(lambda own: SequenceParts(ranks(2, own), 40, documents), mask, 2, **case)) < EXACT
     kernels._work.cache_clear()
 
 
@@ -163,7 +163,7 @@ def test_heads_of_any_number_and_size(case: dict[str, Any], mask: Mask, monkeypa
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)], ids=str)
 @pytest.mark.parametrize("softcap", [0.0, 1.5])
 def test_lower_precision(dtype: torch.dtype, tolerance: float, softcap: float) -> None:
-    errors = differences(lambda own: Parts(ranks(2, own), 40, [[0, 17]]), Mask("window", 9), dtype=dtype, softcap=softcap)
+    errors = differences(lambda own: SequenceParts(ranks(2, own), 40, [[0, 17]]), Mask("window", 9), dtype=dtype, softcap=softcap)
     assert max(errors) < tolerance
 
 
@@ -178,12 +178,15 @@ def test_lower_precision(dtype: torch.dtype, tolerance: float, softcap: float) -
 def test_on_cuda(case: dict[str, Any], dtype: torch.dtype, tolerance: float) -> None:
     for mask in (Mask(), Mask("window", 70), Mask("chunk", 60), Mask("both")):
         for ring, documents in ((1, [[0]]), (1, [[0, 5, 310]]), (2, [[0, 5, 310], [0]]), (3, [[0]])):
-            errors = differences(lambda own: Parts(ranks(ring, own), 600, documents), mask, 2, dtype=dtype, device="cuda", **case)  # noqa: B023
+            errors = differences(
+                lambda own: SequenceParts(ranks(ring, own), 600, documents),  # noqa: B023
+                mask, 2, dtype=dtype, device="cuda", **case,
+            )  # fmt: skip
             assert max(errors) < tolerance, (mask, ring, documents, errors)
 
 
 def test_a_window_wider_than_the_kernel_s_own_blocks() -> None:
-    assert max(differences(lambda own: Parts(ranks(1, own), 1500), Mask("window", 700), heads=(1, 1))) < EXACT
+    assert max(differences(lambda own: SequenceParts(ranks(1, own), 1500), Mask("window", 700), heads=(1, 1))) < EXACT
 
 
 @pytest.mark.parametrize("softcap", [0.0, 2.0])
@@ -212,7 +215,7 @@ def test_no_bands() -> None:
 
 def test_gradients_want_the_log_sum_exp_of_all_steps() -> None:
     """Negative control: that of one step is wrong."""
-    parts = Parts(ranks(2, 1), 40)
+    parts = SequenceParts(ranks(2, 1), 40)
     q, k, v, grad = (torch.randn(1, 40, 2, 8, dtype=torch.float64) for _ in range(4))
     (out, lse, dq, *_), found = ring_of(parts, [q, k, v, grad], Mask(), 0.3, 0.0, 1)
     at = [torch.cat([torch.arange(*piece) for piece in parts.pieces_of_ring(number)]) for number in (1, 0)]
@@ -244,7 +247,7 @@ def test_blocks_have_the_keys_that_they_see() -> None:
 # ---- what flash attention is called with -------------------------------------------------------------------------------------
 
 
-def documented(calls: list[Call], rows: int, s: int, t: int) -> torch.Tensor:
+def documented(calls: list[KernelCall], rows: int, s: int, t: int) -> torch.Tensor:
     """Return how often each query is given each key, where flash attention counts windows from the bottom right."""
     flat = any(call.borders for call in calls)
     counts = torch.zeros((1, rows * s, rows * t) if flat else (rows, s, t), dtype=torch.int)
@@ -274,7 +277,7 @@ def test_flash_windows_show_each_key_once(mask: Mask) -> None:
         length, rows, ring = rng.randrange(5, 60), rng.choice([1, 2, 3]), rng.choice([1, 2, 3])
         documents = random_documents(rng, length, rng.choice([1, rows]))
         for own in range(ring):
-            parts = Parts(ranks(ring, own), length, documents)
+            parts = SequenceParts(ranks(ring, own), length, documents)
             at = [torch.cat([torch.arange(*piece) for piece in parts.pieces_of_ring(number)]) for number in range(ring)]
             for step, bands in enumerate(plan(parts, mask).steps):
                 if bands:
@@ -333,35 +336,35 @@ def test_bands_around_a_ring_in_zigzag_are_joined() -> None:
 @pytest.mark.parametrize("documents", [[[0, 10, 11, 30]], [[0, 10, 11, 30], [0], [0, 1, 2, 3]]], ids=["alike", "different"])
 @pytest.mark.parametrize("mask", [Mask(), Mask("window", 9)], ids=lambda mask: mask.kind)
 def test_packed_rows_are_one_flash_call(documents: list[list[int]], mask: Mask) -> None:
-    bands = plan(Parts(ranks(1, 0), 40, documents), mask).steps[0]
+    bands = plan(SequenceParts(ranks(1, 0), 40, documents), mask).steps[0]
     (call,) = Flash(1.0).calls(bands, 3, 40, 40)
     assert call.queries == call.keys == (0, 120)
     assert call.limits == (None if mask.kind == "causal" else 8, 0)
 
 
 def test_one_document_is_flash_attention_of_whole_rows() -> None:
-    bands = plan(Parts(ranks(1, 0), 40), Mask()).steps[0]
-    assert Flash(1.0).calls(bands, 3, 40, 40) == [Call(None, (0, 40), (0, 40), (None, 0))]
+    bands = plan(SequenceParts(ranks(1, 0), 40), Mask()).steps[0]
+    assert Flash(1.0).calls(bands, 3, 40, 40) == [KernelCall(None, (0, 40), (0, 40), (None, 0))]
 
 
 def test_rows_end_to_end_give_what_rows_give(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run calls side by side on the CPU, border by border, in the place of the CUDA kernel."""
 
     class Side(Flash):
-        def each(self, call: Call) -> list[Call]:
+        def each(self, call: KernelCall) -> list[KernelCall]:
             spans = zip(call.borders[0], call.borders[0][1:], call.borders[1], call.borders[1][1:], strict=False)
             return [
-                Call(None, (a, b), (c, d), (left and left - (d - c) + (b - a), right and right + (d - c) - (b - a)))
+                KernelCall(None, (a, b), (c, d), (left and left - (d - c) + (b - a), right and right + (d - c) - (b - a)))
                 for a, b, c, d in spans
                 for left, right in [call.limits]
             ]
 
-        def forward(self, qkv: Any, call: Call) -> Any:
+        def forward(self, qkv: Any, call: KernelCall) -> Any:
             qkv = [qkv[0], *(x.repeat_interleave(2, 2) for x in qkv[1:])]
             outs = [Math(self.scale).forward(kernels._parts(qkv, part), part) for part in self.each(call)]
             return torch.cat([out for out, _ in outs], 1), torch.cat([lse for _, lse in outs], 2)
 
-        def backward(self, grad: Any, qkv: Any, out: Any, lse: Any, call: Call) -> Any:
+        def backward(self, grad: Any, qkv: Any, out: Any, lse: Any, call: KernelCall) -> Any:
             qkv = [qkv[0], *(x.repeat_interleave(2, 2) for x in qkv[1:])]
             dq, dk, dv = (torch.cat(shares, 1) for shares in zip(*(
                 Math(self.scale).backward(
@@ -377,7 +380,7 @@ def test_rows_end_to_end_give_what_rows_give(monkeypatch: pytest.MonkeyPatch) ->
     torch.manual_seed(0)
     documents = [[0, 10, 11, 30], [0]]
     q, k, v, grad = (torch.randn(2, 40, h, 8, dtype=torch.float64) for h in (4, 2, 2, 4))
-    parts = Parts(ranks(1, 0), 40, documents)
+    parts = SequenceParts(ranks(1, 0), 40, documents)
     bands = plan(parts, Mask()).steps[0]
     out, lse = forward(q, k, v, bands, 0.3)
     grads = backward(grad, q, k, v, out, lse.contiguous(), bands, 0.3)
