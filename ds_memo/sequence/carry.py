@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ds_memo.remat.checkpoint import CannotTile
+from ds_memo.remat.layer_call import CannotTile
 from ds_memo.sequence import exchange
 from ds_memo.sequence.mixers import CONVOLUTIONS, FUSED, SCANS, MixerCall, Scan, Spread, on_heads, one_by_one
 from ds_memo.sequence.parts import SequenceParts, concatenated
