@@ -2,7 +2,7 @@
 
 Ranks talk in two ways. Where every rank is sure to arrive, they use a collective. But a rank may fail while others wait for it
 inside another collective (a layer's all-to-all, a gather of ZeRO-3). A collective by the failed rank would be matched with
-theirs: the ranks would hang, or read each other's bytes. So `together`, `meet` and `announce` use ds_memo.distributed.store.
+theirs: the ranks would hang, or read each other's bytes. So `on_all_ranks`, `meet` and `announce` use ds_memo.distributed.store.
 """
 
 from __future__ import annotations
@@ -83,12 +83,12 @@ def _of_hosts() -> dist.ProcessGroup:
 
 
 class Do(Protocol):
-    """`together` or `alone`."""
+    """`on_all_ranks` or `on_this_rank`."""
 
     def __call__(self, what: Callable[[], T]) -> T: ...
 
 
-def together(what: Callable[[], T]) -> T:
+def on_all_ranks(what: Callable[[], T]) -> T:
     """Run a function on every rank, each for itself; all ranks must call this together.
 
     Returns:
@@ -112,7 +112,7 @@ def together(what: Callable[[], T]) -> T:
     return done[0]
 
 
-def alone(what: Callable[[], T]) -> T:
+def on_this_rank(what: Callable[[], T]) -> T:
     """Run a function on this rank only: other ranks neither wait for it nor hear of a failure.
 
     Raises:
