@@ -21,7 +21,7 @@ from typing import Any
 from ds_memo.errors import brief, quoted
 from ds_memo.files import read_bounded
 from ds_memo.plan.errors import MalformedInput, PlanError, UnsafePickle
-from ds_memo.plan.formats import MAX_SIZE, MOST_REQUESTS, make_trace
+from ds_memo.plan.formats import MAX_SIZE, make_trace
 from ds_memo.plan.trace import Request, Trace
 
 MOST_SNAPSHOT_BYTES = 1 << 28
@@ -74,8 +74,6 @@ def _requests(events: list, source: str) -> Trace:
                 raise MalformedInput(source, at, brief(size), "a size in bytes, 0 to 2^63 - 1")
             if address in alive:
                 raise MalformedInput(source, at, f"alloc at {address:#x}, which is in use", "a free address")
-            if len(requests) >= MOST_REQUESTS:
-                raise MalformedInput(source, at, f"more than {MOST_REQUESTS:,} requests", "a recording of one training step")
             alive[address] = str(at)
             requests.append(Request(str(at), size))
         elif address in alive:

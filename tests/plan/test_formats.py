@@ -5,7 +5,6 @@ import pytest
 
 from ds_memo.plan import (
     errors,
-    formats,
     plan_from_json,
     plan_to_json,
     plan_trace,
@@ -66,13 +65,8 @@ BAD_TRACES = [
     ("malloc a 1\nmalloc b 10", 2, "'malloc b 10'"),
     ("phase L0.f\n", 0, "no requests"),
     ("", 0, "no requests"),
-    (
-        "phase " + "L" * 10**6 + "\nmalloc a 1\n",
-        1,
-        "1,000,000 characters, expected a phase of at most 200",
-    ),
-    ("malloc " + "a" * 201 + " 1\n", 1, "201 characters, expected an id of at most 200"),
-    ("phase L" + "9" * 100 + ".f\nmalloc a 1\n", 1, "expected a layer below 65,536"),
+    ("phase " + "L" * 10**6 + "\nmalloc a 1\n", 1, "expected a phase"),
+    ("phase L" + "9" * 5000 + ".f\nmalloc a 1\n", 1, "expected a phase"),
     ("malloc a " + "9" * 10**6 + "\n", 1, "expected a size"),
     ("x" * 10**6 + "\n", 1, "xxx"),
     ("malloc \x1b[31m -1\nmalloc \x1b[31m 1\n", 1, "-1"),
@@ -95,19 +89,6 @@ def test_what_windows_puts_first(tmp_path):
     plan = plan_trace(parse_trace("malloc a 5\nfree a\n"))
     (tmp_path / "plan.json").write_bytes(b"\xef\xbb\xbf" + plan_to_json(plan).encode())
     assert read_plan(tmp_path / "plan.json") == plan
-
-
-@pytest.mark.parametrize("limit", ["MOST_REQUESTS", "MOST_PHASES"])
-def test_more_than_a_training_step_has(monkeypatch, limit):
-    monkeypatch.setattr(formats, limit, 2)
-    text = "phase L0.f\nmalloc a 1\nphase L1.f\nmalloc b 1\n"
-    plan = plan_to_json(plan_trace(parse_trace(text)))
-    assert plan_from_json(plan).slots
-    monkeypatch.setattr(formats, limit, 1)
-    with pytest.raises(errors.MalformedInput, match="more than 1"):
-        parse_trace(text)
-    with pytest.raises(errors.MalformedInput, match="more than"):
-        plan_from_json(plan)
 
 
 def test_not_text(tmp_path):
@@ -156,7 +137,6 @@ def test_bad_plans(change, words):
         (("lower_bound",), 1),
         (("proven",), "no"),
         (("phases", 0, "name"), 5),
-        (("phases", 0, "name"), "x" * 201),
         (("phases", 0, "first"), -1),
         (("phases", 0, "end"), -1),
         (("notes",), 5),
