@@ -204,8 +204,6 @@ class LazyValue:
     """Choices of rows of each map, by the op's text: the same choice made twice is one."""
     kept: tuple[KeptOperand, ...] = ()
     """Tensors that the expression is computed with."""
-    distinct: bool = True
-    """False if a row may be there more than once."""
 
     @property
     def leading(self) -> torch.Size:

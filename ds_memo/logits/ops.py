@@ -123,7 +123,7 @@ def _sample(content: LazyValue, kin: list[LazyLogits], expression: Callable[[Row
 
 
 def put(func: Any, name: str, logits: LazyLogits, key: Any, value: Any) -> Any:
-    """Set entries to a number: those of a mask, of chosen rows, or of some of the vocabulary in all rows."""
+    """Set entries to a number: those of a mask, or of some of the vocabulary in all rows."""
     if isinstance(value, torch.Tensor):
         if value.numel() != 1 or value.requires_grad or isinstance(value, LazyLogits):
             return NotImplemented
@@ -141,9 +141,7 @@ def put(func: Any, name: str, logits: LazyLogits, key: Any, value: Any) -> Any:
             return values
 
         return elementwise(filled_, name, logits)
-    part = chosen(func, name, logits, key)
-    is_view = isinstance(part, LazyLogits) and part.owner is logits.owner
-    return elementwise(torch.Tensor.fill_, name, part, value) if is_view else NotImplemented
+    return NotImplemented
 
 
 def _whole_key(logits: LazyLogits, key: Any) -> list[Any]:
@@ -250,7 +248,7 @@ def joined(func: Any, name: str, tensors: Any, dim: int = 0, **kwargs: Any) -> A
     for each in tensors:
         each.memory.joined = True
     maps = tuple(func(list(of_all), dim % size) for of_all in zip(*(each.maps for each in contents), strict=True))
-    return derive(first, replace(contents[0], maps=maps, distinct=False))
+    return derive(first, replace(contents[0], maps=maps))
 
 
 def _columns(logits: LazyLogits, part: slice | int) -> LazyLogits:
@@ -264,7 +262,7 @@ def _columns(logits: LazyLogits, part: slice | int) -> LazyLogits:
 
         return replace(of, expression=expression, vocabulary=len(range(of.vocabulary)[columns]), column=one)
 
-    return _view(View(logits, content, lambda whole: whole[..., part], columns))
+    return _view(View(logits, content, lambda whole: whole[..., part]))
 
 
 def _view(how: View) -> LazyLogits:
@@ -324,8 +322,7 @@ def _choose(logits: LazyLogits, choice: Callable[[torch.Tensor], Any], call: Cal
                 return whole.as_strided(part.shape, part.stride(), whole.storage_offset() + part.storage_offset())
 
             return view_of(View(logits, content, values if several else call), of(made).stride())
-        once = all(mask.dtype == torch.bool for mask in tensors) and not any(isinstance(each, list) for each in how)
-        return derive(logits, replace(logits.content, maps=tuple(map(of, found)), distinct=logits.content.distinct and once))
+        return derive(logits, replace(logits.content, maps=tuple(map(of, found))))
 
     if not several:
         return one(lambda result: result)

@@ -102,11 +102,6 @@ class LazyLogits(torch.Tensor):
         return self if self.how is None else self.how.of.owner
 
     @property
-    def columns(self) -> range:
-        """Their part of the memory's vocabulary."""
-        return range(self.memory.content.vocabulary) if self.how is None else self.how.of.columns[self.how.columns]
-
-    @property
     def real_tensor(self) -> torch.Tensor:
         """The tensor that is in these logits' place once their memory has values."""
         if self._real is None:
@@ -246,7 +241,7 @@ def change(logits: LazyLogits, new: LazyValue, trains: bool) -> Any:
     if others or trained != seen or trained < trains or (new.dtype, new.vocabulary) != (logits.dtype, logits.shape[-1]):
         return NotImplemented
     memory.about_to_change()
-    if not memory.change(new, logits.content, logits.columns, len(logits.inputs.hidden_NH)):
+    if not memory.change(new):
         return NotImplemented
     torch.autograd.graph.increment_version(logits)
     logits.marks = _version(logits)
