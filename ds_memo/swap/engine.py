@@ -13,7 +13,7 @@ Host blocks are the home's (ds_memo.swap.home): they stay in host memory, or go 
 
 Nothing here computes or imports torch. The same schedule stands in two more places:
 
-    ds_memo.nvme.home        when host blocks are written to files and read back
+    ds_memo.nvme.file_home   when host blocks are written to files and read back
     ds_memo.solve.schedule   its seconds as recurrences, for solver and estimator; tests/solve compares them with this engine on
                              streams and files that only keep time
 """

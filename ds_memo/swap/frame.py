@@ -186,7 +186,7 @@ class Frame:
         self.first_only = False
         """True if the next replay wants no more than the first tensor: the reload brings no other."""
         self.filed: Any = None
-        """The home's side of the frame; see ds_memo.nvme.home."""
+        """The home's side of the frame; see ds_memo.nvme.file_home."""
         self._defer = defer
 
     @property

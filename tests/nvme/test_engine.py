@@ -15,7 +15,7 @@ import torch
 
 from ds_memo.errors import MemoError
 from ds_memo.nvme import direct_files
-from ds_memo.nvme.home import FileHome
+from ds_memo.nvme.file_home import FileHome
 from ds_memo.swap.engine import SwapEngine
 from ds_memo.swap.frame import Frame
 from ds_memo.swap.host_pool import HostPool
