@@ -22,7 +22,6 @@ SHARED_NAMES = {
     "_Running": "private: what one file notes of a thread",
     "_Thread": "private: what one file notes of a thread",
     "_Watch": "private: the start-up hook stands outside of the package and imports nothing of it",
-    "Files": "still to be renamed in solve",
     "LayerCall": "still to be one class for profile and tiles",
     "Layout": "still to be renamed in estimate",
     "Output": "still to be renamed in tiles",
@@ -51,7 +50,7 @@ def test_imports_point_downwards(copy: Path) -> None:
 
 @pytest.mark.processes
 def test_forbidden_imports_are_found(copy: Path) -> None:
-    """Upwards and lazily, torch in the solver, Transformers outside hf, a frame with addresses, a host with a runner."""
+    """Upwards and lazily, torch in the solver, Transformers outside hf, a frame that knows addresses or a host a runner."""
     for file, line in (
         ("plan/trace.py", "def late():\n    from ds_memo.runtime import attach\n"),
         ("solve/run_costs.py", "import torch\n"),
