@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from ds_memo.estimate import hardware
 from ds_memo.estimate.costs import Costs
 from ds_memo.estimate.hardware import Hardware
-from ds_memo.estimate.layout import Layout
+from ds_memo.estimate.layout import GpuLayout
 from ds_memo.estimate.methods import state_bytes
 from ds_memo.estimate.model import Model, from_config, load
 from ds_memo.estimate.stock import Checkpointing
@@ -61,7 +61,7 @@ def model(name: str, fused: bool) -> Model:
 
 def answer(run: dict[str, Any]) -> Answer:
     """Estimate one of the runs."""
-    layout = Layout(run["gpus"], cp=run.get("cp", 1), sp=run.get("sp", 1), offload=run.get("offload", "none"))
+    layout = GpuLayout(run["gpus"], cp=run.get("cp", 1), sp=run.get("sp", 1), offload=run.get("offload", "none"))
     costs = Costs(model(run["model"], run.get("fused", False)), machine(run["kernel"]), layout, run["tokens"])
     way = _way(run)
     layers = tuple(way.layer(layer, costs) for layer in costs.layers())

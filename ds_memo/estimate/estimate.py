@@ -8,7 +8,7 @@ from dataclasses import replace
 from ds_memo.estimate import layout as layouts
 from ds_memo.estimate.costs import Costs
 from ds_memo.estimate.errors import EstimateError
-from ds_memo.estimate.layout import Layout
+from ds_memo.estimate.layout import GpuLayout
 from ds_memo.estimate.methods import memo
 from ds_memo.estimate.question import METHODS, OK, OOHM, OOM, Estimate, Question, check
 from ds_memo.estimate.stock import stock
@@ -33,7 +33,7 @@ def estimate(question: Question) -> Estimate:
     return max(answers, key=lambda a: ((OOM, OOHM, OK).index(a.status), a.tgs or -a.device_total))
 
 
-def candidates(question: Question) -> list[Layout]:
+def candidates(question: Question) -> list[GpuLayout]:
     q = question
     node = int(q.hardware.gpus_per_node)
     split = q.tp is not None or q.cp is not None
@@ -41,13 +41,13 @@ def candidates(question: Question) -> list[Layout]:
     if (q.tp, q.cp, q.sp) == (None, None, None):
         found = layouts.every_sp(q.model, q.gpus, zero, q.batch, node if q.method == "memo" else None)
     else:
-        asked = Layout(q.gpus, q.tp or 1, q.cp or 1, q.sp or 1, zero=zero)
+        asked = GpuLayout(q.gpus, q.tp or 1, q.cp or 1, q.sp or 1, zero=zero)
         one = layouts.split(asked, q.model, node, q.ulysses) if q.method == "memo" else layouts.check(asked, q.model)
         found = [one] if q.tp is None or q.cp is not None else layouts.every_cp(one, q.batch)
     return [replace(layout, offload=q.offload) for layout in found]
 
 
-def _on(question: Question, layout: Layout) -> Estimate:
+def _on(question: Question, layout: GpuLayout) -> Estimate:
     """Return the answer for one layout."""
     model = question.model
     costs = Costs(model, question.hardware, layout, question.seq_length, question.profile)

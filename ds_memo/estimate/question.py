@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from ds_memo.estimate.errors import EstimateError
 from ds_memo.estimate.hardware import Hardware, mfu
-from ds_memo.estimate.layout import LEAST_ZERO, Layout
+from ds_memo.estimate.layout import LEAST_ZERO, GpuLayout
 from ds_memo.memory.host import HOST_HEADROOM
 from ds_memo.placement import Placement, PlacementKind, Tiles
-from ds_memo.profile.sample import Profile
+from ds_memo.profile.run_profile import RunProfile
 from ds_memo.solve.run_costs import RunCosts
 from ds_memo.solve.schedule import Schedule
 from ds_memo.solve.timeline import Span
@@ -68,7 +68,7 @@ class Question:
     plan: bool | None = None
     host_memory: float | None = None
     """Bytes of a node, for activations and offloaded model states."""
-    profile: Profile | None = None
+    profile: RunProfile | None = None
     """Profile of a real run on as many ranks per sequence: under memo its layers replace the formulas."""
 
     @property
@@ -90,7 +90,7 @@ class Estimate:
     """The answer. Times are of one optimizer step; device bytes of one GPU, host bytes of one node."""
 
     question: Question
-    layout: Layout
+    layout: GpuLayout
     status: str
     binding: str
     device_bytes: dict[str, float]
@@ -188,14 +188,7 @@ class Estimate:
             "seq_length": self.question.seq_length,
             "gpus": self.question.gpus,
             "sequences": self.sequences,
-            "layout": {
-                "tp": layout.tp,
-                "cp": layout.cp,
-                "sp": layout.sp,
-                "ulysses": layout.ulysses,
-                "dp": layout.dp,
-                "zero": layout.zero,
-            },
+            "layout": {name: getattr(layout, name) for name in ("tp", "cp", "sp", "ulysses", "dp", "zero")},
             "offload": layout.offload,
             "notes": list(self.notes),
         }
