@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import IntEnum
+from enum import Enum, IntEnum
 from functools import lru_cache
 from typing import NamedTuple
 
 from ds_memo.units import round_up
 
-UNDECIDED = None
-"""The alpha of a swapped call until its sizes are known: then remat asks the policy for it."""
+
+class Undecided(Enum):
+    """The alpha of a swapped call until its sizes are known: then remat asks the policy for it."""
+
+    UNDECIDED = "undecided"
+
+
+UNDECIDED = Undecided.UNDECIDED
 
 EVEN_ROWS = 128
 """The recomputed rows of a GEMM are a multiple of it: the height of the tiles that GEMM kernels compute."""
@@ -63,7 +69,7 @@ class Placement:
     """The placement of one layer call, part of the key of its recipe."""
 
     kind: PlacementKind
-    alpha: float | None = UNDECIDED
+    alpha: float | Undecided = UNDECIDED
     """The share of each GEMM output's rows that is stored, as `stored_rows` counts them. On the device the kind sets it and the
     argument is ignored."""
     empty_frame: bool = False
@@ -80,8 +86,8 @@ class Placement:
 
     @property
     def decided_alpha(self) -> float:
-        """Alpha of a placement by the solver, which leaves none open."""
-        assert self.alpha is not UNDECIDED
+        """Alpha where it is known: of a placement by the solver, and of a call that was admitted."""
+        assert not isinstance(self.alpha, Undecided)
         return self.alpha
 
 

@@ -72,7 +72,9 @@ class CompiledLayers:
                 made = torch.compile(fn, backend=self.backend, dynamic=dynamic)
             else:
                 backend, options = partitioned(self.backend, kind)
-                made = torch.compile(_apart(fn, kind), backend=backend, options=options or None, dynamic=dynamic, fullgraph=True)
+                made = torch.compile(
+                    _with_code_of_its_own(fn, kind), backend=backend, options=options or None, dynamic=dynamic, fullgraph=True
+                )
             self._compiled[key] = made
         return self._compiled[key]
 
@@ -81,7 +83,7 @@ def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return module(*args, **kwargs)
 
 
-def _apart(fn: Callable[..., Any], kind: PlacementKind) -> Callable[..., Any]:
+def _with_code_of_its_own(fn: Callable[..., Any], kind: PlacementKind) -> Callable[..., Any]:
     """Return a function that calls `fn`, with code of its own.
 
     Dynamo counts recompilations by code: those of one placement do not count for another.
