@@ -78,7 +78,7 @@ class Placement:
     tiles: Tiles | None = None
     """None: the call runs whole. Calls without recompute do so in any case."""
     nvme: bool = field(default=False, compare=False)
-    """True if a swapped call's host block goes on to a file. It keeps the same, so that is no part of the key."""
+    """True if a swapped call's host block is written to a file. What is kept stays the same, so recipes do not depend on it."""
 
     def __post_init__(self) -> None:
         if self.kind.on_device:

@@ -173,11 +173,7 @@ class PlacementPolicy:
         return solution.placements[number] if number < len(solution.placements) else FULL_RECOMPUTE
 
     def decide_alpha(self, layer: Layer, placement: Placement, whole_bytes: int, split_bytes: int) -> Placement:
-        """Return the placement of a swapped call, now that the sizes are known, with an alpha that the host can hold.
-
-        Raises:
-            MemoError: no alpha fits, or the one that is configured does not.
-        """
+        """Return the placement with an alpha that the host can hold; a solution has decided it."""
         if self.pass_solution is not None:
             return placement
         others = [other for other in self._layers if not self._is_resident(other)]

@@ -195,7 +195,6 @@ class Compilers:
     """The backends that one model's layers are compiled by. Each torch.compile of a layer makes its own, mostly equal ones."""
 
     def __init__(self) -> None:
-        self._by_callback: dict[int, tuple[Any, CompiledLayers]] = {}
         self._all: list[CompiledLayers] = []
 
     def forward(self, callback: Any, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> tuple[Any, tuple, dict]:
@@ -230,15 +229,12 @@ class Compilers:
         return callback.inner if isinstance(callback, AnyLength) else callback
 
     def _of(self, callback: Any) -> CompiledLayers:
-        known = self._by_callback.get(id(callback))
-        if known is None:
-            backend = innermost_backend(callback)
-            same = next((compiled for compiled in self._all if compiled.backend == backend), None)
-            if same is None:
-                same = CompiledLayers(backend)
-                self._all.append(same)
-            known = self._by_callback[id(callback)] = callback, same
-        return known[1]
+        backend = innermost_backend(callback)
+        for compiled in self._all:
+            if compiled.backend == backend:
+                return compiled
+        self._all.append(CompiledLayers(backend))
+        return self._all[-1]
 
 
 def reason_of(error: Exception) -> str:

@@ -35,7 +35,8 @@ class Remat:
     def __init__(self, host: LayerHost, tiler: LayerRunner | None = None) -> None:
         keep_dynamo_out()
         self.host, self.engine, self.work = host, host.engine, host.work
-        self._runners: list[LayerRunner] = [*([tiler] if tiler else []), Uncheckpointed(), Recorded()]
+        runners: tuple[LayerRunner, ...] = (Uncheckpointed(), Recorded())
+        self._runners = runners if tiler is None else (tiler, *runners)
         self._instead: LayerRun | None = None
 
     def run(self, layer: Layer, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -78,7 +79,7 @@ class Remat:
 
     def _run(self, call: LayerCall) -> Any:
         own = call.forward if isinstance(call.forward, OwnForward) and call.recomputes else None
-        for runner in [*([own] if own else []), *self._runners]:
+        for runner in self._runners if own is None else (own, *self._runners):
             why = runner.refusal(call, self.host)
             if why is None:
                 try:
@@ -90,7 +91,7 @@ class Remat:
                 own.refuse(call.layer, why)  # not earlier: the layer's own errors are raised
                 self.host.warn_of(call.layer, UNCOMPILED.format(why))
                 return out
-        raise AssertionError("Recorded runs any call")
+        raise AssertionError("Recorded refuses no call")
 
 
 def _refuse_cached_parameters(layer: Layer) -> None:

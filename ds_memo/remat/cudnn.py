@@ -85,8 +85,9 @@ class _Guard(TorchFunctionMode):
         enable_gqa: bool = False,
     ) -> torch.Tensor:
         def stock() -> torch.Tensor:
-            how = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
-            return F.scaled_dot_product_attention(query, key, value, **how, enable_gqa=enable_gqa)
+            return F.scaled_dot_product_attention(
+                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
 
         elements = max(query.numel(), self._elements)
         masked = attn_mask is not None and any(map(_loses_masks, (query.shape[-2], key.shape[-2])))
@@ -162,9 +163,8 @@ def _forward(
     lse = q.new_empty(*q.shape[:3], 1, dtype=torch.float32)
     for heads, kv_heads in _calls(q, k):
         bias_of_heads = None if bias is None else bias[:, heads]
-        how = bias_of_heads, True, 0.0, causal, False
         out[:, heads], lse[:, heads] = aten._scaled_dot_product_cudnn_attention(
-            q[:, heads], k[:, kv_heads], v[:, kv_heads], *how, scale=scale
+            q[:, heads], k[:, kv_heads], v[:, kv_heads], bias_of_heads, True, 0.0, causal, False, scale=scale
         )[:2]
     return out, lse
 
