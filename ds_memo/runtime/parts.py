@@ -25,7 +25,6 @@ from ds_memo.nvme.open_files import open_files
 from ds_memo.planned_alloc.runtime import Addresses
 from ds_memo.remat.checkpoint import Remat
 from ds_memo.remat.layer import Layer
-from ds_memo.remat.layer_host import LayerHost
 from ds_memo.runtime.module_patches import ModulePatches, nothing
 from ds_memo.swap.engine import SwapEngine
 from ds_memo.swap.host_budget import promised_bytes, shared_pool
@@ -119,8 +118,7 @@ class Parts:
         if self.tiling is not None:
             undo_with(self.tiling.close)
         observers = (*ties.observers, self.addresses)
-        host = LayerHost(self.engine, self.policy, self.warn, config.attention, observers, self.addresses.aside)
-        self.remat = Remat(host, self.tiling)
+        self.remat = Remat(self.engine, self.policy, self.warn, config.attention, observers, self.tiling, self.addresses.aside)
         self.tuner = None
         if not self.policy.fixed:
             before = ties.before_probe, ties.gather_whole
