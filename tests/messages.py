@@ -24,7 +24,7 @@ ELSEWHERE = {
     ("ds_memo/errors.py", "f'ds_memo: {message}'"): "passes a text on",
     ("ds_memo/runtime/parts.py", "message"): "passes a text on",
     ("ds_memo/runtime/steps.py", "message"): "passes a text on",
-    ("ds_memo/remat/checkpoint.py", "f'layer {layer.name}: {reason}'"): "of remat/diagnostics.py and compiled_layers/layers.py",
+    ("ds_memo/remat/layer_host.py", "f'layer {layer.name}: {reason}'"): "of remat/diagnostics.py and compiled_layers/layers.py",
     (
         "ds_memo/autotune/policy.py",
         "host_too_small(f'{swapped} swapped layers like {layer.name}', need, least, budget, fits)",
@@ -51,7 +51,6 @@ _MEASURING = "stands inside `no profile could be made (…)`, which says what to
 NO_CURE = {
     "frame … cannot go from '…' to '…'": _DEFECT,
     "frame … was read while '…'; only a 'ready' frame can be read": _DEFECT,
-    "the simulated machine lacks …": _DEFECT,
     "the host slab was closed while … bytes of it were allocated": _DEFECT,
     "a block in files cannot go from '…' to '…'": _DEFECT,
     "layer … has nothing to train": _MEASURING,

@@ -9,8 +9,10 @@ import pkgutil
 import re
 import subprocess
 import sys
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import get_args
+from urllib.parse import unquote
 
 import pytest
 from pydantic import BaseModel
@@ -208,10 +210,64 @@ def test_docstrings_of_functions_begin_with_a_verb():
     assert not found, "\n".join(found)
 
 
+class Page(HTMLParser):
+    """Links and anchors of a page of the site."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.anchors: set[str] = set()
+        self.feed(path.read_text())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = {name: value for name, value in attrs if value}
+        self.anchors |= {given[name] for name in ("id", "name") if name in given}
+        if target := given.get("href" if tag == "a" else "src" if tag == "img" else ""):
+            self.links.append(target)
+
+
+def lost_links(site: Path) -> list[str]:
+    """Return the links inside a built site that lead to no page, or to no anchor of it."""
+    pages = {path: Page(path) for path in site.rglob("*.html") if path.name != "404.html"}
+    lost = []
+    for path, page in pages.items():
+        for link in page.links:
+            target, _, anchor = unquote(link).partition("#")
+            if ":" in target or target.startswith("//"):
+                continue
+            there = path if not target else (path.parent / target).resolve()
+            there = there / "index.html" if there.is_dir() else there
+            if not there.is_file() or (anchor and there in pages and anchor not in pages[there].anchors):
+                lost.append(f"{path.relative_to(site)}: {link}")
+    return lost
+
+
 @pytest.mark.slow
-def test_the_site_builds(tmp_path):
+def test_the_site_builds_and_all_its_links_lead_somewhere(tmp_path):
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
     done = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     pages = {path.parent.relative_to(tmp_path / "site").as_posix() for path in (tmp_path / "site").rglob("index.html")}
     assert {".", "api", "benchmarks", "config", "troubleshooting"} <= pages
+    assert lost_links(tmp_path / "site") == []
+
+
+def test_a_link_that_leads_nowhere_is_found(tmp_path):
+    (tmp_path / "a").mkdir()
+    links = '<a href="../b/">1</a><a href="#there">2</a><a href="#here">3</a>'
+    (tmp_path / "a" / "index.html").write_text(f'<h2 id="here">x</h2>{links}')
+    (tmp_path / "index.html").write_text('<a href="a/#here">1</a><a href="a/#gone">2</a><a href="https://example.org/x">3</a>')
+    assert sorted(lost_links(tmp_path)) == ["a/index.html: #there", "a/index.html: ../b/", "index.html: a/#gone"]
+
+
+def test_pages_with_one_address_end_the_build():
+    """mkdocs writes one over the other and says nothing, --strict or not."""
+    files, errors = (pytest.importorskip(f"mkdocs.{name}") for name in ("structure.files", "exceptions"))
+    spec = importlib.util.spec_from_file_location("site_pages", REPO / "docs" / "site_pages.py")
+    hook = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hook)
+    hook.OUTSIDE = ()
+    two = [files.File(name, None, "/site", use_directory_urls=True) for name in ("guide.md", "guide/README.md")]
+    with pytest.raises(errors.PluginError, match=r"pages with one address: guide\.md, guide/README\.md"):
+        hook.on_files(two, None)
+    assert hook.on_files(two[:1], None) == two[:1]

@@ -316,7 +316,7 @@ def _timeline_as(path: str, answer: Estimate) -> str:
         raise EstimateError(f"--timeline: there is nothing to draw, the answer is {_verdict(answer)}: {answer.binding}")
     from ds_memo.show.timeline import as_html, chrome_trace
 
-    spans = answer.simulated().spans
+    spans = answer.timeline()
     if path.endswith(".json"):
         return json.dumps(chrome_trace(spans))
     q = answer.question

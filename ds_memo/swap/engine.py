@@ -11,11 +11,11 @@ the memory that frame i+2 has just freed, and a tensor that escaped (a hook, a c
 
 Host blocks are the home's (ds_memo.swap.home): they stay in host memory, or go on to files. The engine tells it of each step.
 
-Nothing here computes or imports torch. The same schedule stands in three more places:
+Nothing here computes or imports torch. The same schedule stands in two more places:
 
-    ds_memo.nvme.home          when host blocks are written to files and read back
-    ds_memo.estimate.simulate  runs this engine and that home on streams and files that only keep time
-    ds_memo.solve.schedule     its seconds as recurrences, for the solver; tests/solve compares them with the simulation
+    ds_memo.nvme.home        when host blocks are written to files and read back
+    ds_memo.solve.schedule   its seconds as recurrences, for solver and estimator; tests/solve compares them with this engine on
+                             streams and files that only keep time
 """
 
 from __future__ import annotations

@@ -354,7 +354,6 @@ def test_a_configured_alpha_keeps_the_budgets_or_is_refused() -> None:
 
 
 def test_the_search_tries_few_alphas() -> None:
-    """benchmarks/solver.py prints the milliseconds."""
     for seed in SEEDS[:50]:
         schedule, tried = Schedule(random_run(seed, n=24), place(24, 2)), []
         best_alpha(lambda alpha: tried.append(alpha) or schedule.at(alpha).seconds, 1.0)  # noqa: B023
