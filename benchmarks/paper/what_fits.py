@@ -32,9 +32,9 @@ def cell(answer: Estimate | None) -> str:
     again = answer.placed["attention_recomputed"]
     minutes = answer.step_s / 60
     step = f"{minutes / 60:.1f} h" if minutes > 90 else f"{minutes:.0f} min"
-    offload = "" if answer.question.offload == "none" else f", {answer.question.offload} offloaded"
-    layers = sum(answer.placed.values())
-    return f"{short(answer.question.seq_length)} in {step}{offload}, attention twice in {again} of {layers} layers"
+    offload = {"none": "", "optimizer": ", optimizer offloaded", "all": ", all states offloaded"}[answer.question.offload]
+    attention = f"attention twice in {again} of {len(answer.placements)} layers" if again else "attention once"
+    return f"{short(answer.question.seq_length)} in {step}, {attention}{offload}"
 
 
 def main() -> None:
