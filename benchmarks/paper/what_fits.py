@@ -29,16 +29,17 @@ def farthest(name: str, gpus: int) -> Estimate | None:
 def cell(answer: Estimate | None) -> str:
     if answer is None or answer.step_s is None:
         return "–"
-    again = answer.placed["attention_recomputed"]
-    minutes = answer.step_s / 60
-    step = f"{minutes / 60:.1f} h" if minutes > 90 else f"{minutes:.0f} min"
+    again, layers = answer.placed["attention_recomputed"], len(answer.placements)
+    attention = (
+        "attention once" if not again else "attention twice" + (f" in {again} of {layers} layers" if again < layers else "")
+    )
+    hours = answer.step_s / 3600
+    step = f"{hours * 60:.0f} min" if hours < 1.5 else f"{hours:.1f} h"
     offload = {"none": "", "optimizer": ", optimizer offloaded", "all": ", all states offloaded"}[answer.question.offload]
-    attention = f"attention twice in {again} of {len(answer.placements)} layers" if again else "attention once"
     return f"{short(answer.question.seq_length)} in {step}, {attention}{offload}"
 
 
 def main() -> None:
-    print("| H100 | " + " | ".join(NAMES) + " |\n|---" + "|---" * len(NAMES) + "|")
     for gpus in GPUS:
         print(f"| {gpus} | " + " | ".join(cell(farthest(name, gpus)) for name in NAMES) + " |", flush=True)
 
