@@ -30,9 +30,9 @@ def cell(answer: Estimate | None) -> str:
     if answer is None or answer.step_s is None:
         return "–"
     again, layers = answer.placed["attention_recomputed"], len(answer.placements)
-    attention = (
-        "attention once" if not again else "attention twice" + (f" in {again} of {layers} layers" if again < layers else "")
-    )
+    attention = "attention twice" if again else "attention once"
+    if 0 < again < layers:
+        attention += f" in {again} of {layers} layers"
     hours = answer.step_s / 3600
     step = f"{hours * 60:.0f} min" if hours < 1.5 else f"{hours:.1f} h"
     offload = {"none": "", "optimizer": ", optimizer offloaded", "all": ", all states offloaded"}[answer.question.offload]
