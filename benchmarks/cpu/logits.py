@@ -11,9 +11,9 @@ They take turns. Printed are medians, and each over "at forward". On a CUDA devi
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from benchmarks.timing import in_turns
 from ds_memo.logits.head import LazyHead
 from ds_memo.logits.head_bytes import tile_rows
 
@@ -77,19 +78,16 @@ def measure(tokens: int, vocabulary: int, hidden: int, dtype: torch.dtype, repea
     y = torch.randint(0, vocabulary, (tokens,), device=device)
     rows = min(tile_rows(vocabulary, 1 << 62), tokens // 4)
     ways = losses(head, rows)
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(repeats + 1):
-        for name, loss in ways.items():
-            head.weight.grad = x.grad = None
-            began = time.perf_counter()
-            loss(x, head, y).backward()
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            seconds[name].append(time.perf_counter() - began)
-    base = statistics.median(seconds["at forward"][1:])
+
+    def step(loss: Loss) -> None:
+        head.weight.grad = x.grad = None
+        loss(x, head, y).backward()
+
+    found = in_turns({name: functools.partial(step, loss) for name, loss in ways.items()}, repeats, 1, device)
+    base = statistics.median(found["at forward"])
     return [
-        {"way": name, "median_s": (now := statistics.median(found[1:])), "over_at_forward": now / base, "seconds": found[1:]}
-        for name, found in seconds.items()
+        {"way": name, "median_s": (now := statistics.median(times)), "over_at_forward": now / base, "seconds": times}
+        for name, times in found.items()
     ]
 
 

@@ -20,16 +20,14 @@ from __future__ import annotations
 import argparse
 import json
 import weakref
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from transformers import GPTNeoXConfig, GPTNeoXModel, LlamaConfig, LlamaModel
 
 import ds_memo
+from benchmarks.workloads import small_models
 from ds_memo.profile.live import LiveBytes
 from ds_memo.swap.engine import SwapEngine
 from ds_memo.swap.frame import Frame
@@ -39,39 +37,10 @@ TOLERANCE = 0.03
 ALPHAS = (0.0, 0.125, 0.5, 1.0)
 
 
-def gpt(layers: int, length: int) -> nn.Module:
-    config = GPTNeoXConfig(
-        vocab_size=64,
-        hidden_size=HIDDEN,
-        intermediate_size=4 * HIDDEN,
-        num_hidden_layers=layers,
-        num_attention_heads=HIDDEN // HEAD,
-        max_position_embeddings=length,
-        hidden_act="gelu_pytorch_tanh",
-        use_parallel_residual=False,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0},
-        use_cache=False,
-    )
-    return GPTNeoXModel(config)
-
-
-def llama(layers: int, length: int) -> nn.Module:
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=HIDDEN,
-        intermediate_size=HIDDEN * 7 // 2,
-        num_hidden_layers=layers,
-        num_attention_heads=HIDDEN // HEAD,
-        num_key_value_heads=1,
-        max_position_embeddings=length,
-        use_cache=False,
-    )
-    return LlamaModel(config)
-
-
 @dataclass(frozen=True)
 class Shape:
-    build: Callable[[int, int], nn.Module]
+    model: str
+    """Name among the small models."""
     whole: float
     """Units per layer that are stored whatever alpha is."""
     rows: float
@@ -81,7 +50,7 @@ class Shape:
         return self.whole + self.rows * alpha
 
 
-SHAPES = {"gpt": Shape(gpt, 2.0, 8.0), "llama": Shape(llama, 2.06, 9.5)}
+SHAPES = {"gpt": Shape("gpt-neox", 2.0, 8.0), "llama": Shape("llama", 2.06, 9.5)}
 
 
 @dataclass
@@ -132,10 +101,10 @@ class Bench:
     """
 
     def __init__(self, shape: str, layers: int, length: int, device: str = "cpu", dtype: torch.dtype = torch.float32) -> None:
-        torch.manual_seed(0)
         self.shape, self.layers = shape, layers
         self.device = torch.device(device)
-        self.model = SHAPES[shape].build(layers, length).to(self.device, dtype).train()
+        models = small_models(64, layers, HIDDEN, heads=HIDDEN // HEAD, kv_heads=1, llama_ffn=HIDDEN * 7 // 2)
+        self.model = models[SHAPES[shape].model].base_model.to(self.device, dtype).train()
         self.tokens = torch.randint(0, 64, (1, length), device=self.device)
         self.unit = length * HIDDEN * dtype.itemsize
         self.attention = self.unit + length * (HIDDEN // HEAD) * 4  # its output and the log-sum-exp in float32
@@ -185,7 +154,7 @@ class Bench:
         )
 
     def _loss(self) -> torch.Tensor:
-        return self.model(input_ids=self.tokens).last_hidden_state.square().mean()
+        return self.model(input_ids=self.tokens, use_cache=False).last_hidden_state.square().mean()
 
     def _baseline(self) -> Baseline:
         with LiveBytes(self.device) as count:

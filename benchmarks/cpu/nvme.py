@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from benchmarks import results
 from ds_memo.nvme.direct_files import DirectFiles
 from ds_memo.nvme.directory import open_directory
 from ds_memo.swap.host_pool import HostPool
@@ -33,9 +34,6 @@ BLOCK = 64 * MIB
 """Bytes of a block: about the size of a frame of a long layer's tile."""
 AIO = {"block_size": MIB, "queue_depth": 64, "single_submit": True, "overlap_events": True, "intra_op_parallelism": 4}
 """DeepSpeed's "aio" section, the fastest of six that were tried, with as many threads as the other way."""
-GOAL = 1.1
-"""Times the bytes per second of the slower direction that AsyncIO would have to reach."""
-
 Way = Callable[[bool], None]
 """Writes (True) or reads all blocks."""
 
@@ -137,21 +135,14 @@ def _cached() -> int:
     return int(lines["Cached"].split()[0]) * 1024
 
 
-def table(found: dict[str, Any]) -> str:
-    """Return the medians as a Markdown table, and which way the rule takes."""
-    lines = ["| way | write | read | page cache grew by |", "|---|---|---|---|"]
-    medians = {}
+def table(found: dict[str, Any]) -> list[str]:
+    """Return the medians as a Markdown table."""
+    rows = []
     for name, rates in found["gb_per_s"].items():
-        medians[name] = {way: statistics.median(samples) for way, samples in rates.items()}
-        cells = [f"{medians[name][way]:.2f} GB/s ({min(rates[way]):.2f} to {max(rates[way]):.2f})" for way in ("write", "read")]
-        lines.append(f"| {name} | {cells[0]} | {cells[1]} | {found['page_cache_grew'][name] / MIB:.0f} MiB |")
-    for name, why in found["missing"].items():
-        lines.append(f"| {name} | not here: {why} | | |")
-    if len(medians) == 2:
-        ratio = min(medians["async_io"].values()) / min(medians["threads"].values())
-        taken = "AsyncIO" if ratio > GOAL else "threads"
-        lines.append(f"\nAsyncIO's slower direction has {ratio:.2f} of the threads' slower one (rule: above {GOAL}): {taken}.")
-    return "\n".join(lines)
+        cells = [f"{statistics.median(of):.2f} GB/s ({min(of):.2f} to {max(of):.2f})" for of in rates.values()]
+        rows.append((name, *cells, f"{found['page_cache_grew'][name] / MIB:.0f} MiB"))
+    rows += [(name, f"not here: {why}", "", "") for name, why in found["missing"].items()]
+    return results.markdown(("way", "write", "read", "page cache grew by"), rows)
 
 
 def main() -> None:
@@ -162,7 +153,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     found = measure(options.directory, options.gib, options.rounds)
-    print(table(found))
+    print(*table(found), sep="\n")
     if options.json:
         options.json.write_text(json.dumps(found, indent=2) + "\n")
 
