@@ -156,7 +156,10 @@ class PlacementPolicy:
 
     def _solved(self, solution: PassSolution, layer: Layer) -> Placement:
         if layer.index >= solution.layers:
-            self._warn(f"{layer.name} is not among the {solution.layers} layers that were solved for: fully recomputed")
+            self._warn(
+                f"{layer.name} is not among the {solution.layers} layers that were solved for, and is fully recomputed. "
+                "Call every layer in the first pass"
+            )
             return FULL_RECOMPUTE
         number = self.in_flight.number(layer.index) * solution.layers + layer.index
         if layer.index not in solution.solved and any(parameter.requires_grad for parameter in layer.parameters):

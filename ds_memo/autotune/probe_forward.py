@@ -70,7 +70,7 @@ class Probe:
         to_the_end = number > 1 and world_size() > 1 and any(map(is_experts, training_pass.model.parameters()))
         calls = self._run(training_pass, lambda calls: len(calls) == number and not to_the_end)
         if not any(call.tokens for call in calls.values()):
-            raise MemoError("the first batches have no tokens")
+            raise MemoError("the first batches have no tokens; begin with one that has")
         return calls
 
     def profiled(self, kind: Shapes, calls: Mapping[int, LayerCall], measured: Sequence[int]) -> None:

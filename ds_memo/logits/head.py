@@ -146,7 +146,8 @@ class LazyHead:
             gib = logits.numel() * logits.element_size() / GIB
             self._warn(
                 f"the output head ({type(self.module()).__name__}) makes its logits whole, {gib:.3g} GiB and several copies: its "
-                "weights are distributed or quantised, it mixes rows, has dropout, or reads another tensor that needs a gradient"
+                "weights are distributed or quantised, it mixes rows, has dropout, or reads another tensor that needs a "
+                "gradient. It needs nothing, if they fit"
             )
         return logits
 

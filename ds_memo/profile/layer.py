@@ -27,7 +27,7 @@ from ds_memo.remat.random_states import KeepsGiven, forked
 from ds_memo.remat.recipe import Gemm, Recipe
 from ds_memo.remat.tensors import tensor_leaves
 from ds_memo.remat.undo import Undoing
-from ds_memo.solve.run_costs import Output, OutputRole, Working
+from ds_memo.solve.run_costs import Output, OutputRole, PeakBytes
 from ds_memo.swap.engine import SwapEngine
 from ds_memo.swap.frame import Frame
 from ds_memo.swap.host_pool import HostPool
@@ -81,9 +81,9 @@ def measure(call: LayerCall, length: int, device: torch.device, attention: str |
                 gemm_flops=full.gemm_flops,
                 attention_flops=watch.attention_flops,
                 no_recompute_bytes=as_called.saved_bytes(),
-                working=Working(input_bytes + working.forward, working.backward),
-                working_at_0=Working(input_bytes + at_0.forward, at_0.backward),
-                working_without_attention=Working(input_bytes + at_0.forward, without_attention.backward),
+                working=PeakBytes(input_bytes + working.forward, working.backward),
+                working_at_0=PeakBytes(input_bytes + at_0.forward, at_0.backward),
+                working_without_attention=PeakBytes(input_bytes + at_0.forward, without_attention.backward),
                 outputs=outputs,
             )
         finally:
@@ -249,7 +249,7 @@ class Bench:
         watch.read()
         return watch
 
-    def held(self, placement: Placement) -> Working:
+    def held(self, placement: Placement) -> PeakBytes:
         """Return the peak bytes that a forward makes, and those that a replay and backward make, without kept outputs.
 
         The layer's output, which in a step belongs to the frame above, counts in both; its input, made before, in neither.
@@ -260,7 +260,7 @@ class Bench:
             forward = count.peak
             count.reset_peak()
             self.backward(outputs)
-        return Working(forward, max(0, count.peak - frame))
+        return PeakBytes(forward, max(0, count.peak - frame))
 
     @property
     def frame_bytes(self) -> int:

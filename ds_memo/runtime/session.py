@@ -121,7 +121,7 @@ class Session(Parts):
     def detach(self) -> None:
         """Give the model back as it was. Graphs made before can no longer be run backward."""
         if self._detached:
-            raise MemoError("this handle is already detached")
+            raise MemoError("this handle is already detached; leave the second detach() out")
         if inside_a_layer():
             raise MemoError("detach() was called while a layer runs; call it between two steps")
         self._detached = True
