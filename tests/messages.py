@@ -24,7 +24,7 @@ ELSEWHERE = {
     ("ds_memo/errors.py", "f'ds_memo: {message}'"): "passes a text on",
     ("ds_memo/runtime/parts.py", "message"): "passes a text on",
     ("ds_memo/runtime/steps.py", "message"): "passes a text on",
-    ("ds_memo/remat/checkpoint.py", "f'layer {layer.name}: {reason}'"): "of remat/diagnostics.py and compiled_layers/layers.py",
+    ("ds_memo/remat/layer_host.py", "f'layer {layer.name}: {reason}'"): "of remat/diagnostics.py and compiled_layers/layers.py",
     (
         "ds_memo/autotune/policy.py",
         "host_too_small(f'{swapped} swapped layers like {layer.name}', need, least, budget, fits)",

@@ -16,7 +16,7 @@ from ds_memo.errors import MemoError
 from ds_memo.hf.attention import catch_attention
 from ds_memo.hf.find_layers import find_layers
 from ds_memo.profile.layer_kinds import kinds_of
-from ds_memo.remat.checkpoint import Layer
+from ds_memo.remat.layer import Layer
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

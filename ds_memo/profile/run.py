@@ -34,8 +34,9 @@ from ds_memo.profile.merge_ranks import most_careful
 from ds_memo.profile.sample import LayerProfile, Profile
 from ds_memo.profile.tile_sample import TileSample
 from ds_memo.profile.tiles import measure_in_tiles
-from ds_memo.remat.checkpoint import CannotTile, Layer
 from ds_memo.remat.gathered_params import gathered, gathered_bytes
+from ds_memo.remat.layer import Layer
+from ds_memo.remat.layer_call import CannotTile
 from ds_memo.solve.headroom import HEADROOM
 from ds_memo.solve.run_costs import PeakBytes
 from ds_memo.swap.stream_protocol import D2H, H2D

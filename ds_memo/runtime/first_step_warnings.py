@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from ds_memo.autotune.pass_solution import PassSolution
 from ds_memo.placement import PlacementKind
-from ds_memo.remat.checkpoint import Layer
+from ds_memo.remat.layer import Layer
 from ds_memo.runtime.parts import Parts
 
 _OFF = 0.25

@@ -7,7 +7,7 @@ import torch
 
 from benchmarks import check, check_tiles
 from benchmarks.noise import distance, noise
-from ds_memo.remat.checkpoint import CannotTile
+from ds_memo.remat.layer_call import CannotTile
 from ds_memo.tiles import layer, tiling
 from tests import models
 from tests.faults import a_token_late, put_in

@@ -21,7 +21,8 @@ from ds_memo.profile.merge_ranks import most_careful
 from ds_memo.profile.sample import LayerProfile
 from ds_memo.profile.tile_sample import PARTS, TileSample, in_tiles
 from ds_memo.profile.tiles import measure_in_tiles
-from ds_memo.remat.checkpoint import CannotTile, Layer
+from ds_memo.remat.layer import Layer
+from ds_memo.remat.layer_call import CannotTile
 from ds_memo.solve.run_costs import LayerCosts
 from tests import architectures
 from tests.placements import swapped_at
