@@ -87,15 +87,6 @@ def seconds(work: Callable[[], Any], device: torch.device) -> float:
     return begin.elapsed_time(end) * 1e-3
 
 
-def in_turns(work: dict[str, Callable[[], Any]], rounds: int, warm_up: int, device: torch.device) -> dict[str, list[float]]:
-    """Return the seconds of each, by name; they take turns, so that other load of the machine falls on all of them."""
-    samples: dict[str, list[float]] = {name: [] for name in work}
-    for _ in range(warm_up + rounds):
-        for name, of in work.items():
-            samples[name].append(seconds(of, device))
-    return {name: times[warm_up:] for name, times in samples.items()}
-
-
 class Memory:
     """Device and host bytes over a block of steps. On a CPU one more step is counted instead."""
 

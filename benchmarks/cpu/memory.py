@@ -18,6 +18,7 @@ what an allocator rounds them to. Printed per alpha and number of resident layer
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import weakref
 from dataclasses import asdict, dataclass
@@ -27,6 +28,7 @@ from typing import Any
 import torch
 
 import ds_memo
+from benchmarks import results
 from benchmarks.workloads import small_models
 from ds_memo.profile.live import LiveBytes
 from ds_memo.swap.engine import SwapEngine
@@ -198,34 +200,26 @@ def _watch_frames(engine: SwapEngine, count: LiveBytes, live: list[int]) -> list
     return frames
 
 
-def _line(row: Measured) -> str:
-    bar = "     –" if row.backward_bar is None else f"{row.backward_bar:6.2f}"
-    return (
-        f"    {row.alpha:5.3f} {row.resident_layers:8d} {row.step:4d} | {row.stored:6.3f} {row.stored_bar:6.3f} | "
-        f"{row.live:6.2f} {row.live_bar:6.2f} | {row.buffers:7d}   2 | {row.backward_peak:13.2f} {bar}   "
-        f"{', '.join(row.misses()) or 'ok'}"
-    )
-
-
 def measure(device: torch.device, dtype: torch.dtype, layers: int = 8, length: int = 512) -> list[Measured]:
-    """Print the table and return its rows."""
-    results: list[Measured] = []
+    """Print the tables and return their rows."""
+    found: list[Measured] = []
     print(f"{layers} layers, s {length}, h {HIDDEN}, {dtype} on {device}; units of b·s·h elements")
     for shape in SHAPES:
         bench = Bench(shape, layers, length, str(device), dtype)
-        print(f"\n{shape}")
         for name, base in (("everything saved", bench.plain), ("torch.utils.checkpoint", bench.checkpointed)):
-            print(f"    {name:23s} after forward {base.after_forward:7.2f}   backward peak {base.backward_peak:7.2f}")
-        print("    alpha resident step | stored    bar |   live    bar | buffers bar | backward peak    bar")
-        for alpha in ALPHAS:
-            for resident in (0, 2):
-                for step in (1, 2):
-                    row = bench.measure(alpha, resident, step)
-                    results.append(row)
-                    print(_line(row))
-    missed = [miss for row in results for miss in row.misses()]
-    print(f"\n{len(results)} configurations, {len(missed)} over a bar")
-    return results
+            print(f"{shape}, {name}: after forward {base.after_forward:.2f}, backward peak {base.backward_peak:.2f}")
+        rows = [bench.measure(*how) for how in itertools.product(ALPHAS, (0, 2), (1, 2))]
+        head = ("alpha", "resident", "step", "stored", "bar", "live", "bar", "buffers (2)", "backward peak", "bar", "")
+        print(*results.markdown(head, map(_cells, rows)), sep="\n")
+        found += rows
+    missed = [miss for row in found for miss in row.misses()]
+    print(f"{len(found)} configurations, {len(missed)} over a bar")
+    return found
+
+
+def _cells(row: Measured) -> tuple[Any, ...]:
+    peaks = (row.stored, row.stored_bar, row.live, row.live_bar, row.buffers, row.backward_peak, row.backward_bar or 0.0)
+    return row.alpha, row.resident_layers, row.step, *(f"{value:.2f}" for value in peaks), ", ".join(row.misses()) or "ok"
 
 
 def main() -> None:
@@ -236,11 +230,10 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    results = measure(torch.device(options.device), getattr(torch, options.dtype), options.layers, options.length)
-    missed = [miss for row in results for miss in row.misses()]
+    rows = measure(torch.device(options.device), getattr(torch, options.dtype), options.layers, options.length)
     if options.json:
-        options.json.write_text(json.dumps([asdict(row) for row in results], indent=1))
-    raise SystemExit(bool(missed))
+        options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
+    raise SystemExit(any(row.misses() for row in rows))
 
 
 if __name__ == "__main__":

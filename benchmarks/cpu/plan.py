@@ -18,20 +18,15 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 from benchmarks.caching_allocator import simulate
 from ds_memo.plan import plan_trace, read_trace, search, solve, verify
-from ds_memo.plan.dsa import Problem, peak
-from ds_memo.plan.milp import MilpFailed, solve_milp
-from ds_memo.plan.rescale import rescale
 from ds_memo.plan.trace import Trace
 from ds_memo.units import GIB
 from tests.plan import instances
-from tests.plan.instances import CAPACITY, GAP, GAP_BEST, MINIMALLOC, TRACES, dense, packing
+from tests.plan.instances import CAPACITY, MINIMALLOC, TRACES, packing
 from tests.plan.repeat import repeat_layer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -113,40 +108,6 @@ def minimalloc() -> list[dict]:
             {"instance": path.name[0], "buffers": len(problem), "fits": good, "seconds": found.seconds, "by": found.method}
         )
     return table(f"MiniMalloc's challenging set, capacity {CAPACITY} (target: each under 10 s on one core)", rows)
-
-
-def mip() -> list[dict]:
-    rows = []
-    for solver in ("cbc", "highs"):
-        began = time.perf_counter()
-        try:
-            found = peak(GAP.buffers, solve_milp(GAP.buffers, 60, solver=solver, tight=False).offsets)
-        except MilpFailed as e:
-            found = str(e)
-        rows.append({"solver": solver, "MIP": found, "optimum": GAP_BEST, "seconds": time.perf_counter() - began})
-    return table("The paper's MIP alone (no greedy, no start, no tightening) against the proven optimum", rows)
-
-
-def speed() -> list[dict]:
-    rows = []
-    gpt = repeat_layer(read_trace(next(p for p in TRACES if p.stem == "gpt_none_L4_s16k")), 43)
-    plan = plan_trace(gpt, solver="greedy")
-    sizes = [2 * s.requested for s in plan.slots]
-    took = [_time(lambda: rescale(plan, sizes)) for _ in range(7)]
-    rows.append({"what": f"rescale {len(gpt.requests)} requests (target 0.05)", "seconds": min(took)})
-    buffers, offsets = [s.buffer() for s in plan.slots], [s.offset for s in plan.slots]
-    rows.append({"what": f"verify {len(buffers)} slots", "seconds": _time(lambda: verify.check(buffers, offsets))})
-    hard = Problem(tuple(b._replace(size=b.size + i % 512) for i, b in enumerate(dense(300, 1, trim=0.2).buffers)))
-    for solver in ("search", "cbc", "highs"):
-        took = _time(lambda s=solver: solve(hard, solver=s, seconds=1))
-        rows.append({"what": f"a limit of 1 s on a hard problem, {solver}", "seconds": took})
-    return table("Times", rows)
-
-
-def _time(work: Callable[[], Any]) -> float:
-    began = time.perf_counter()
-    work()
-    return time.perf_counter() - began
 
 
 def machine() -> dict:
@@ -278,7 +239,7 @@ def main() -> None:
         _write("plan_tiles", {"tiles": table("Layers in tiles", [tiles()])})
     else:
         search.load()  # compiled before anything is timed
-        results = {"plans": plans(), "allocators": allocators(), "minimalloc": minimalloc(), "mip": mip(), "speed": speed()}
+        results = {"plans": plans(), "allocators": allocators(), "minimalloc": minimalloc()}
         _write("plan", results)
 
 

@@ -10,16 +10,13 @@ that get furthest come first, and each may take half of the time that is left. W
 full, so that step times compare: the emulator knows where each one ends.
 
 On CUDA the device budget is PyTorch's own limit of this process, and host memory that a rival pins beyond the host budget counts
-as not fitting. On a CPU, where there is no second kind of memory, the device budget is on the bytes that tensors take
-(LiveBytes), which tries the search and not the rivals.
-The smaller host budget is the case where host memory binds.
+as not fitting. A CPU only tries the harness. The smaller host budget is the case where host memory binds.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -44,14 +41,8 @@ BEST = (PLANNED, "alst", "hf_offload", "deepspeed", "checkpoint")
 """Searched by default, as the time holds them."""
 ALL = tuple(name for name in dict.fromkeys((*BEST, *RIVALS)) if name not in (SWAPPING, MIXERS_WHOLE))
 """Dropped from the end where the time does not suffice."""
-ALIKE = 0.05
-"""Share by which norms of all gradients may differ at one length. A rival that leaves a kernel out is fast for nothing."""
 EQUALLY_FAST = 1.03
 """Bar for the ratio of two step times that are measured once each."""
-
-
-class OverBudget(MemoryError):
-    """More bytes than allowed, where nothing else enforces it."""
 
 
 @dataclass
@@ -122,7 +113,8 @@ def probe(shape: Shape, length: int, rival: str, budget: Budget, model: torch.nn
             found["step_s"] = trainer.seconds(installed)
             found |= memory.read(warm_up + 1, lambda: trainer.step(installed))
             found["report"] = results.plain(installed.report())
-        _within(found, budget)
+        if (pinned := found.get("pinned_by_torch_peak", 0)) > budget.host_bytes:
+            raise MemoryError(f"{pinned} bytes of host memory pinned, {budget.host_bytes} allowed")
         found["fits"] = True
     except Exception as error:
         if not does_not_fit(error):
@@ -132,14 +124,6 @@ def probe(shape: Shape, length: int, rival: str, budget: Budget, model: torch.nn
         parameter.grad = None
     clear(device)
     return found
-
-
-def _within(found: dict[str, Any], budget: Budget) -> None:
-    if budget.device.type != "cuda" and found["device_peak"] > budget.device_bytes:
-        raise OverBudget(f"{found['device_peak']} bytes of tensors, {budget.device_bytes} allowed")
-    pinned = found.get("pinned_by_torch_peak", 0)
-    if pinned > budget.host_bytes:
-        raise OverBudget(f"{pinned} bytes of host memory pinned, {budget.host_bytes} allowed")
 
 
 def begin(shape: Shape, rival: str, budget: Budget) -> tuple[torch.nn.Module, int]:
@@ -273,12 +257,7 @@ def unlike(rows: list[dict[str, Any]]) -> list[str]:
         for found in row["probes"]:
             if found["fits"]:
                 norms.setdefault(found["length"], {})[row["rival"]] = found["gradient_norm"]
-    found = []
-    for length, by_rival in norms.items():
-        middle = statistics.median(by_rival.values())
-        if others := [f"{rival} {norm:.4g}" for rival, norm in by_rival.items() if not abs(norm - middle) <= ALIKE * middle]:
-            found.append(f"capacity: norm of all gradients at {length} tokens: {', '.join(others)}; median {middle:.4g}")
-    return found
+    return [failure for length, of in norms.items() for failure in results.unlike(of, f"capacity, {length} tokens")]
 
 
 def claims(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

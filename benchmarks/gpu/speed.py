@@ -7,9 +7,8 @@ Without lengths, the points (workload, length) that the bars name come first, wi
 short to long. With lengths, every rival has its turn. What the time does not hold is dropped and named. benchmarks/point.py
 measures a point, benchmarks/claims.py has the bars.
 
-A rival that runs out of memory is written down as such. At the shortest length of a workload every rival's gradients are compared
-with those of no checkpointing. The bar is the error of stock itself when its GEMMs sum in other orders. Samples during which
-ds_memo changed its solution are dropped and taken again (`dropped_s`; `unsettled` where it did not come to rest).
+A rival that runs out of memory is written down as such. One whose gradients have another norm than most is a failure. Samples
+during which ds_memo changed its solution are dropped and taken again (`dropped_s`; `unsettled` where it did not come to rest).
 
 "ds_memo, swapping" keeps two layers on the device whatever there is room for: where everything fits, ds_memo itself does not
 checkpoint, and its speed would say nothing of swapping.
@@ -55,8 +54,6 @@ class Point:
 
     shape: Shape
     length: int
-    compare: bool
-    """The gradients too."""
     turns: int = TURNS
 
 
@@ -68,7 +65,7 @@ def points_of(names: list[str], lengths: list[int] | None, device: torch.device)
         named = [length for workload, length in BARS if workload == name and length in shape.lengths]
         of_it = lengths or named or shape.lengths
         turns = {} if lengths else BARS
-        found += [Point(shape, length, length == min(of_it), turns.get((name, length), TURNS)) for length in of_it]
+        found += [Point(shape, length, turns.get((name, length), TURNS)) for length in of_it]
 
     def key(point: Point) -> tuple[int, int]:
         what = (point.shape.name, point.length)
@@ -100,12 +97,12 @@ def measure(run: results.Run, points: list[Point], rivals: list[Rival], budget: 
             continue
         results.say(f"{point.shape.name}, {point.length} tokens")
         until = time.perf_counter() + (left if number else max(left, AT_LEAST_S))
-        words = {"turns": point.turns, "compare": point.compare, "until": until, "tell": keep}
+        words = {"turns": point.turns, "until": until, "tell": keep}
         found = run.attempt(name, lambda of=point, words=words: run_point(of.shape, of.length, rivals, budget, **words))
         run.attempt(f"after {name}", clear, budget.device)
         if found is not None:
             keep(found)
-            run.failures += [*found["failures"], *found.get("gradients", {}).get("failures", ())]
+            run.failures += found["failures"]
             run.attempt(f"{name}, printed", show, found)
         run.save()
     if any(rival.name in OURS for rival in rivals):
@@ -138,9 +135,6 @@ def show(point: dict[str, Any]) -> None:
         seen = point["streams"]
         hidden = ", ".join(f"{row} {share:.1%} hidden" for row, share in seen["hidden_share"].items() if share is not None)
         say(f"      streams: compute busy {seen['compute_share']:.1%} of {seen['span_s'] * 1e3:.1f} ms; {hidden or 'no copies'}")
-    if "rivals" in point.get("gradients", {}):
-        worst = max((row["worst"] for row in point["gradients"]["rivals"].values()), default=0.0)
-        say(f"      gradients off by at most {worst:.2e}, bar {point['gradients']['bar']:.2e}")
 
 
 def make_budget(run: results.Run, device: torch.device, host_gib: float | None, device_gib: float | None = None) -> Budget:

@@ -48,7 +48,7 @@ def test_a_rival_that_leaves_gradients_out_shows():
 
     rows = [row("alst", _8=2.0, _16=3.0), row("upipe", _8=2.02, _16=1.0), row("ds_memo", _16=3.01)]
     (failure,) = capacity.unlike(rows)
-    assert "at 16 tokens: upipe 1; median 3" in failure
+    assert "16 tokens: norm of all gradients: upipe 1; median 3" in failure
     assert capacity.unlike(rows[::2]) == []
     assert len(capacity.unlike([row("one", _8=float("nan")), row("two", _8=1.0)])) == 1
 
