@@ -45,13 +45,6 @@ def summary(data: dict[str, Any]) -> str:
     verdict = f"{len(failures)} failures" if failures else "no failures"
     if data.get("unfinished"):
         verdict = f"ended from outside, {verdict} until then"
-    claims = [claim for part in (data, *data.get("points", ())) for claim in part.get("claims", ())]
-    if claims:
-        verdict += f", {sum(claim['held'] for claim in claims)} of {len(claims)} bars held"
-        if noisy := sum(claim["held"] and "margin" in claim and claim["value"] > claim["bar"] for claim in claims):
-            verdict += f" ({noisy} within noise)"
-    if nothing := [f"{claim['claim']} ({claim['why']})" for claim in claims if "why" in claim]:
-        verdict += f"; not measured: {', '.join(nothing)}".replace("|", "/")
     points, dropped = (
         ", ".join(f"{point['workload']} {_short(point['length'])}" for point in data.get(key, ()) if "length" in point)
         for key in ("points", "dropped")

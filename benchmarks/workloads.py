@@ -71,7 +71,7 @@ _K = 1024
 
 
 def shapes(device: torch.device) -> dict[str, Shape]:
-    """The table of sizes: those of the claims on CUDA, tiny ones that try the harness elsewhere."""
+    """The table of sizes: those of the papers on CUDA, tiny ones that try the harness elsewhere."""
     if device.type == "cuda":
         one = tuple(n * _K for n in (16, 32, 64, 128))
         gpt, llama = _GPT, _LLAMA

@@ -29,8 +29,7 @@ import torch
 
 from benchmarks import results
 from benchmarks.open_slab import held_open
-from benchmarks.results import unmeasured
-from benchmarks.rivals import MIXERS_WHOLE, OURS, PLANNED, RIVALS, SWAPPING, Budget, Installed
+from benchmarks.rivals import MIXERS_WHOLE, PLANNED, RIVALS, SWAPPING, Budget, Installed
 from benchmarks.speed import add_common, make_budget
 from benchmarks.timing import Memory, Trainer, clear, does_not_fit, use_expandable
 from benchmarks.workloads import Shape, batch, build, shapes
@@ -41,8 +40,6 @@ BEST = (PLANNED, "alst", "hf_offload", "deepspeed", "checkpoint")
 """Searched by default, as the time holds them."""
 ALL = tuple(name for name in dict.fromkeys((*BEST, *RIVALS)) if name not in (SWAPPING, MIXERS_WHOLE))
 """Dropped from the end where the time does not suffice."""
-EQUALLY_FAST = 1.03
-"""Bar for the ratio of two step times that are measured once each."""
 
 
 @dataclass
@@ -222,7 +219,6 @@ def measure(
     """
     jobs = [(rival, budget) for rival in rivals for budget in budgets]
     rows: list[dict[str, Any]] = []
-    before = list(run.found["claims"])
     for number, (rival, budget) in enumerate(jobs):
         name, left = f"{rival} at {budget.host_bytes / GIB:.3g} GiB", until - run.seconds()
         row: dict[str, Any] = {"workload": shape.name, "rival": rival, "host_bytes": budget.host_bytes}
@@ -243,11 +239,10 @@ def measure(
         row |= {"ended_early": why, "probes": probes}
         if why and why.startswith("exit"):
             run.failures.append(f"capacity: {name}: {why}")
-        run.save(claims=before + claims(rows))
+        run.save()
         text = f"{best['length']} tokens, {best['step_s']:.3g} s a step" if best else "no length fits"
         results.say(f"    host {budget.host_bytes / GIB:6.3g} GiB  {rival:22s} {text}{f' ({why[:60]})' if why else ''}")
     run.failures += unlike(rows)
-    results.say_claims(run.found["claims"][len(before) :])
 
 
 def unlike(rows: list[dict[str, Any]]) -> list[str]:
@@ -258,38 +253,6 @@ def unlike(rows: list[dict[str, Any]]) -> list[str]:
             if found["fits"]:
                 norms.setdefault(found["length"], {})[row["rival"]] = found["gradient_norm"]
     return [failure for length, of in norms.items() for failure in results.unlike(of, f"capacity, {length} tokens")]
-
-
-def claims(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return, for each host budget, ds_memo's longest length against the others', and its step time where both trained in full.
-
-    A search that was cut off reached its length *or more*. If it was ds_memo's, the bar is missed. Another's counts only if it is
-    beyond ds_memo's already; else it is named as unfinished.
-    """
-    found = []
-    for host in dict.fromkeys(row["host_bytes"] for row in rows):
-        here = {row["rival"]: row for row in rows if row["host_bytes"] == host}
-        others = [row for name, row in here.items() if name not in OURS and row["longest"]]
-        if not others or (ours := here.get(PLANNED)) is None:
-            continue
-        at = f"host {host / GIB:.3g} GiB"
-        if ours["ended_early"] or not ours["longest"]:
-            why = f"cut off: {ours['ended_early']}" if ours["ended_early"] else "no length fits"
-            found.append(unmeasured(f"longest / longest of the rivals, {at}", f"{PLANNED}: {why}"))
-            continue
-        if known := [row for row in others if not row["ended_early"] or row["longest"] > ours["longest"]]:
-            best = max(known, key=lambda row: row["longest"])
-            value, unfinished = ours["longest"] / best["longest"], [row["rival"] for row in others if row not in known]
-            claim = {"claim": f"longest / longest of the rivals ({best['rival']}), {at}", "value": value, "bar": 1.0}
-            found.append(claim | {"held": value >= 1.0, "close_to": CLOSE, "unfinished": unfinished})
-        in_full = {
-            found["length"]: found for found in ours["probes"] if found["steps"] > RIVALS[PLANNED].warm_up and found["fits"]
-        }
-        for row in others:
-            if probe := in_full.get(row["longest"]):
-                name, value = f"step / step of {row['rival']} at {row['longest']} tokens, {at}", probe["step_s"] / row["step_s"]
-                found.append({"claim": name, "value": value, "bar": EQUALLY_FAST, "held": value <= EQUALLY_FAST})
-    return found
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -313,7 +276,7 @@ def main(arguments: list[str] | None = None) -> int:
     hosts = options.host_gibs or ([32.0, 2.0] if cuda else [0.5, 0.001])
     rivals = list(ALL if "all" in options.rivals else options.rivals or BEST)
     run = results.Run("capacity", device, options.out, vars(options))
-    run.found |= {"rivals": [], "dropped": [], "claims": []}
+    run.found |= {"rivals": [], "dropped": []}
     whole = make_budget(run, device, max(hosts), device_gib)  # the machine may have to grow first
     budgets = [replace(whole, host_bytes=int(gib * GIB)) for gib in hosts]
     for number, name in enumerate(names):

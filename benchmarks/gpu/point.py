@@ -19,7 +19,7 @@ from benchmarks import results, streams
 from benchmarks.emulated_process import is_emulated
 from benchmarks.predict import hardware_of, in_words, predict
 from benchmarks.rivals import INPUT_OFFLOAD, OURS, PLANNED, RIVALS, SWAPPING, Budget, Installed, Rival
-from benchmarks.timing import Memory, Trainer, arena, clear, does_not_fit, placements, timed, use_expandable
+from benchmarks.timing import Trainer, clear, does_not_fit, timed, use_expandable
 from benchmarks.workloads import Shape, batch, build
 from ds_memo.hf.model_flops import model_flops
 from ds_memo.memory.host import available_bytes
@@ -27,7 +27,7 @@ from ds_memo.memory.host import available_bytes
 WARM_UP = max(rival.warm_up for rival in RIVALS.values())
 """Steps of every rival before it is timed."""
 NEEDED = (PLANNED, "none", "checkpoint", *INPUT_OFFLOAD, SWAPPING)
-"""Rivals that the bars name."""
+"""Rivals of `speed` where no lengths are given."""
 URGENT = (*NEEDED, "checkpoint+attention", "alst")
 """Order of the rivals, then the others: the most urgent ones come before the time is over."""
 
@@ -154,18 +154,13 @@ def _turn(trainer: Trainer, rival: Rival, budget: Budget, row: dict[str, Any], s
 
 
 def _visit(trainer: Trainer, installed: Installed, steps: int, row: dict[str, Any], first: bool) -> None:
-    device, unplanned = trainer.ids.device, {}
-    for _ in range(WARM_UP):
-        memory = Memory(device)
-        trainer.step(installed)
-        if first and device.type == "cuda" and not arena(report := installed.report()):
-            unplanned[placements(report)] = memory.read(1, lambda: None)["device_peak"]
 
     def warm_up() -> None:
         for _ in range(WARM_UP):
             trainer.step(installed)
 
-    block = timed(installed, device, lambda: [trainer.seconds(installed) for _ in range(steps)], warm_up)
+    warm_up()
+    block = timed(installed, trainer.ids.device, lambda: [trainer.seconds(installed) for _ in range(steps)], warm_up)
     row["samples_s"] += block.samples_s
     if block.dropped_s:
         row["dropped_s"] = row.get("dropped_s", []) + block.dropped_s
@@ -175,8 +170,6 @@ def _visit(trainer: Trainer, installed: Installed, steps: int, row: dict[str, An
         return
     row["memory"] = block.memory.read(steps, lambda: trainer.step(installed))
     row["gradient_norm"] = trainer.gradient_norm(installed)
-    if arena(block.after) and (needed := unplanned.get(placements(block.after))):
-        row["memory"]["unplanned_peak"] = needed
     if "stall_s" in block.after:
         stalls = {name: seconds - block.before["stall_s"][name] for name, seconds in block.after["stall_s"].items()}
         row["stall_s_per_step"] = {name: seconds / steps for name, seconds in stalls.items()}

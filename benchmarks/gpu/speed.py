@@ -3,9 +3,8 @@
     bash benchmarks/gpu.sh speed [--workloads gpt7b llama8b] [--lengths 65536 …] [--rivals …|all] [--host-gib X] [--device-gib X]
                                  [--budget-s 420] [--device cuda|cpu] [--out DIR]
 
-Without lengths, the points (workload, length) that the bars name come first, with the rivals that they name; then llama8b from
-short to long. With lengths, every rival has its turn. What the time does not hold is dropped and named. benchmarks/point.py
-measures a point, benchmarks/claims.py has the bars.
+Without lengths, gpt7b at 64 Ki and 16 Ki tokens comes first, with the rivals of benchmarks/point.py's NEEDED; then llama8b from
+short to long. With lengths, every rival has its turn. What the time does not hold is dropped and named.
 
 A rival that runs out of memory is written down as such. One whose gradients have another norm than most is a failure. Samples
 during which ds_memo changed its solution are dropped and taken again (`dropped_s`; `unsettled` where it did not come to rest).
@@ -31,7 +30,6 @@ import torch
 
 from benchmarks import host as host_memory
 from benchmarks import results
-from benchmarks.claims import claims
 from benchmarks.open_slab import held_open
 from benchmarks.point import NEEDED, run_point
 from benchmarks.predict import in_words
@@ -42,8 +40,8 @@ from ds_memo.units import GIB
 
 AT_LEAST_S = 60.0
 """Seconds that the first point may take, whatever time is left."""
-BARS = {("gpt7b", 65536): 2, ("gpt7b", 16384): 1}
-"""Points that the bars name, the first one first, and the turns of a rival there."""
+FIRST = {("gpt7b", 65536): 2, ("gpt7b", 16384): 1}
+"""Points that come first, and the turns of a rival there."""
 TURNS = 2
 """Turns of each rival at other points."""
 
@@ -59,12 +57,12 @@ class Point:
 
 def points_of(names: list[str], lengths: list[int] | None, device: torch.device) -> list[Point]:
     """Return the points in the order of measurement."""
-    found, order = [], list(BARS)
+    found, order = [], list(FIRST)
     for name in names:
         shape = shapes(device)[name]
-        named = [length for workload, length in BARS if workload == name and length in shape.lengths]
+        named = [length for workload, length in FIRST if workload == name and length in shape.lengths]
         of_it = lengths or named or shape.lengths
-        turns = {} if lengths else BARS
+        turns = {} if lengths else FIRST
         found += [Point(shape, length, turns.get((name, length), TURNS)) for length in of_it]
 
     def key(point: Point) -> tuple[int, int]:
@@ -86,7 +84,6 @@ def measure(run: results.Run, points: list[Point], rivals: list[Rival], budget: 
     def keep(found: dict[str, Any]) -> None:
         if not any(found is other for other in done):
             done.append(found)
-        found["claims"] = claims(found)
         run.save()
 
     for number, point in enumerate(points):
@@ -128,7 +125,6 @@ def show(point: dict[str, Any]) -> None:
         spread = (max(row["samples_s"]) - min(row["samples_s"])) / row["median_s"]
         text = f"    {name:22s} {row['median_s'] * 1e3:10.1f} ms ±{50 * spread:4.1f} %  {row['tflops']:7.3g} TFLOP/s"
         say(text + f"  device {row['memory']['device_peak'] / GIB:7.3f} GiB")
-    results.say_claims(point["claims"])
     if point.get("predicted"):
         say(f"      predicted: {in_words(point['predicted'], point['rivals'].get(PLANNED, {}).get('median_s'))}")
     if "hidden_share" in point.get("streams", ()):
