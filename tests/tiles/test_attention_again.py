@@ -67,9 +67,7 @@ def assert_steps(model: Any, batch: Batch, steps: int = 3) -> dict[str, Any]:
 RECOMPUTED = pairs(FAMILIES, (1, 2), (AGAIN, ON_DEVICE_AGAIN))
 
 
-@pytest.mark.parametrize(
-    "name, groups, kind", everyday(RECOMPUTED, [case for case in RECOMPUTED if case[0] == "llama"])
-)
+@pytest.mark.parametrize("name, groups, kind", everyday(RECOMPUTED, [case for case in RECOMPUTED if case[0] == "llama"]))
 def test_gradients_where_attention_is_recomputed(placed: Any, name: str, groups: int, kind: PlacementKind) -> None:
     placed(kind, groups=groups)
     report = assert_steps(small(name), BATCH)
