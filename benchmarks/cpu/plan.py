@@ -35,7 +35,7 @@ SIZES = (1_000, 10_000, 100_000, 300_000, 1_000_000)
 LIMIT = 60.0
 """Seconds of a plan of --scaling."""
 LAYERS, TILES, TOKENS = 32, 64, 256
-"""Of --tiles."""
+"""Sizes of --tiles."""
 
 
 def table(title: str, rows: list[dict]) -> list[dict]:

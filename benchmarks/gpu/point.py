@@ -19,7 +19,7 @@ from benchmarks import results, streams
 from benchmarks.emulated_process import is_emulated
 from benchmarks.predict import hardware_of, in_words, predict
 from benchmarks.rivals import INPUT_OFFLOAD, OURS, PLANNED, RIVALS, SWAPPING, Budget, Installed, Rival
-from benchmarks.timing import Trainer, clear, does_not_fit, timed, use_expandable
+from benchmarks.timing import Memory, Trainer, clear, does_not_fit, solution, use_expandable
 from benchmarks.workloads import Shape, batch, build
 from ds_memo.hf.model_flops import model_flops
 from ds_memo.memory.host import available_bytes
@@ -154,26 +154,26 @@ def _turn(trainer: Trainer, rival: Rival, budget: Budget, row: dict[str, Any], s
 
 
 def _visit(trainer: Trainer, installed: Installed, steps: int, row: dict[str, Any], first: bool) -> None:
-
-    def warm_up() -> None:
+    """Time steps under one solution. If it changes meanwhile, drop the samples and take them again, twice at most."""
+    for tries in (3, 2, 1):
         for _ in range(WARM_UP):
             trainer.step(installed)
-
-    warm_up()
-    block = timed(installed, trainer.ids.device, lambda: [trainer.seconds(installed) for _ in range(steps)], warm_up)
-    row["samples_s"] += block.samples_s
-    if block.dropped_s:
-        row["dropped_s"] = row.get("dropped_s", []) + block.dropped_s
-    if not block.settled:
+        before, memory = installed.report(), Memory(trainer.ids.device)
+        samples, after = [trainer.seconds(installed) for _ in range(steps)], installed.report()
+        if settled := solution(before) == solution(after):
+            break
+        if tries > 1:
+            row["dropped_s"] = row.get("dropped_s", []) + samples
+    row["samples_s"] += samples
+    if not settled:
         row["unsettled"] = True
     if not first:
         return
-    row["memory"] = block.memory.read(steps, lambda: trainer.step(installed))
+    row["memory"] = memory.read(steps, lambda: trainer.step(installed))
     row["gradient_norm"] = trainer.gradient_norm(installed)
-    if "stall_s" in block.after:
-        stalls = {name: seconds - block.before["stall_s"][name] for name, seconds in block.after["stall_s"].items()}
-        row["stall_s_per_step"] = {name: seconds / steps for name, seconds in stalls.items()}
-    row["report"] = results.plain(block.after)
+    if "stall_s" in after:
+        row["stall_s_per_step"] = {name: (s - before["stall_s"][name]) / steps for name, s in after["stall_s"].items()}
+    row["report"] = results.plain(after)
 
 
 def own_pinned_bytes(trainer: Trainer, rival: Rival) -> int:

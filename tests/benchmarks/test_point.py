@@ -75,28 +75,17 @@ def test_wrong_gradients_are_a_failure(factor, failures):
     assert len(found["failures"]) == failures and all("scales" in failure for failure in found["failures"])
 
 
-class Reports:
-    """A rival that reports one solution after the other, the last one for ever."""
+@pytest.mark.parametrize("changes, dropped", [(1, 2), (99, 4)])
+def test_samples_of_a_setting_that_changed_are_dropped(changes, dropped):
+    """Once, and in every block of samples."""
+    reports = iter(range(2 * changes))
 
-    def __init__(self, *changes):
-        self.changes, self.steps = changes, 0
+    @contextlib.contextmanager
+    def install(model, budget):
+        yield Installed(report=lambda: {"alpha": next(reports, None)})
 
-    def report(self):
-        changes = self.changes[: self.steps + 1]
-        return {"alpha": 1.0, "profile": {"changes": [c for c in changes if c]}, "stall_s": {"d2h": 0.0}, "plan": None}
-
-    def take(self):
-        self.steps += 1
-        return [float(self.steps)]
-
-
-def test_samples_of_a_setting_that_changed_are_dropped():
-    rival = Reports(None, "alpha lowered")
-    block = timing.timed(rival, CPU, rival.take, warm_up=rival.take)
-    assert block.samples_s == [3.0] and block.dropped_s == [1.0] and block.settled
-    rival = Reports(*range(1, 9))
-    block = timing.timed(rival, CPU, rival.take, warm_up=rival.take)
-    assert block.samples_s == [5.0] and block.dropped_s == [1.0, 3.0] and not block.settled
+    (row,) = run_point([Rival("restless", install)])["rivals"].values()
+    assert len(row["samples_s"]) == 2 and len(row["dropped_s"]) == dropped and row.get("unsettled", False) is (dropped == 4)
 
 
 def test_rivals_are_warmed_up_alike_and_every_other_turn_goes_backwards():
