@@ -17,7 +17,7 @@ from torch import nn
 
 from ds_memo.autotune.pending_calls import InFlight
 from ds_memo.distributed.agree import from_all_ranks
-from ds_memo.logits.head import HeadBytes, LazyHead
+from ds_memo.logits.lazy_head import HeadBytes, LazyHead
 from ds_memo.memory.device import UNSEEN, device_budget, lost_bytes, most_beyond, states_to_come
 from ds_memo.placement import Tiles
 from ds_memo.planned_alloc.non_layer_memory import NonLayerMemory, largest

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ds_memo.config import MemoConfig
-from ds_memo.distributed.agree import Do, Failed, alone, from_all_ranks, refuse_differences, together
+from ds_memo.distributed.agree import Do, Failed, from_all_ranks, on_all_ranks, on_this_rank, refuse_differences
 from ds_memo.distributed.topology import ranks_per_sequence
 from ds_memo.profile import cache
 from ds_memo.profile.caught_call import CaughtCall
@@ -101,7 +101,7 @@ class Profiling:
         Returns:
             What was measured, in words.
         """
-        everybody, do = (from_all_ranks, together) if with_others else (_only_me, alone)
+        everybody, do = (from_all_ranks, on_all_ranks) if with_others else (_only_me, on_this_rank)
         everybodys = everybody({kind: call.length for kind, call in calls.items() if call.tokens})
         changes = []
         for kind in self.kinds:

@@ -114,7 +114,7 @@ def _measure(args: argparse.Namespace, device: torch.device, say: Callable[[str]
 def _drives(paths: list[str], host_budget: int, device: torch.device, say: Callable[[str], None]) -> dict[str, Any]:
     """Return the directories, and the bytes per second that this rank writes and reads while all ranks do."""
     from ds_memo.config import memo_config
-    from ds_memo.distributed.agree import from_all_ranks, together
+    from ds_memo.distributed.agree import from_all_ranks, on_all_ranks
     from ds_memo.nvme.bandwidth import BLOCK, BLOCKS, measure_drives
     from ds_memo.nvme.open_files import open_files
     from ds_memo.swap.streams import streams_for
@@ -125,7 +125,7 @@ def _drives(paths: list[str], host_budget: int, device: torch.device, say: Calla
     with closing(streams_for(device)) as streams:
         room, warn = lambda nbytes: min(from_all_ranks(nbytes)), lambda line: say(f"warning: {line}")
         with closing(open_files(config, device, streams, room, warn)) as files:
-            mine = together(lambda: measure_drives(files, min(host_budget, BLOCK * BLOCKS), device))
+            mine = on_all_ranks(lambda: measure_drives(files, min(host_budget, BLOCK * BLOCKS), device))
     written, read = (min(rates) for rates in zip(*from_all_ranks(mine), strict=True))
     return {"directories": paths, "write_bytes_per_s": written, "read_bytes_per_s": read}
 
@@ -134,7 +134,7 @@ def _calls(remat: Any, model: Any, kinds: list[int], batch: int, length: int, de
     """Return the first call of each kind of layer for an input of this batch and length."""
     import torch
 
-    from ds_memo.distributed.agree import together
+    from ds_memo.distributed.agree import on_all_ranks
     from ds_memo.profile.caught_call import layer_calls
 
     embeddings = model.get_input_embeddings().weight
@@ -144,7 +144,7 @@ def _calls(remat: Any, model: Any, kinds: list[int], batch: int, length: int, de
         given = {"inputs_embeds": hidden}
         return layer_calls(remat.instead, device, model, (), given, kinds, lambda calls: len(calls) > max(kinds))
 
-    return together(caught)
+    return on_all_ranks(caught)
 
 
 @contextmanager

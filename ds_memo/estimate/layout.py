@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ds_memo.estimate.errors import EstimateError
-from ds_memo.sequence.split import ulysses_size
+from ds_memo.sequence.ulysses_size import ulysses_size
 
 if TYPE_CHECKING:
     from ds_memo.estimate.model import Model

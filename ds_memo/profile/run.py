@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 import ds_memo
-from ds_memo.distributed.agree import Do, Failed, from_all_ranks, together, world_size
+from ds_memo.distributed.agree import Do, Failed, from_all_ranks, on_all_ranks, world_size
 from ds_memo.errors import MemoError
 from ds_memo.memory.device import device_budget, device_usage
 from ds_memo.memory.host import host_usage, ranks_on_node
@@ -106,8 +106,8 @@ class Asked:
     """Measure layers in tiles, too, where two lengths are measured."""
     progress: Callable[[str], None] = lambda line: None
     """Called with a line of text after each measurement."""
-    do: Do = together
-    """`together`, or `alone` on a rank whose layers wait for no other rank."""
+    do: Do = on_all_ranks
+    """`on_all_ranks`, or `on_this_rank` on a rank whose layers wait for no other rank."""
 
     def numbers(self) -> tuple[int | None, ...]:
         """Return, for each layer, the number of its kind among the measured ones; None: not measured."""
@@ -158,9 +158,9 @@ def take_profile(asked: Asked) -> RunProfile:
     begin = time.perf_counter()
     _wake(asked.device)
     kinds = measure_kinds(asked)
-    with ExitStack() as stack:  # together() lets all ranks start at once
-        bench = together(lambda: stack.enter_context(closing(CopyBench(asked.device, asked.host_budget))))
-        d2h, h2d = (together(partial(bench.rate, way)) for way in (D2H, H2D))
+    with ExitStack() as stack:  # on_all_ranks lets all ranks start at once
+        bench = on_all_ranks(lambda: stack.enter_context(closing(CopyBench(asked.device, asked.host_budget))))
+        d2h, h2d = (on_all_ranks(partial(bench.rate, way)) for way in (D2H, H2D))
     asked.progress(f"copies: {d2h / 1e9:.3g} GB/s to the host, {h2d / 1e9:.3g} GB/s back")
     measured = {
         "when": datetime.now(timezone.utc).isoformat(timespec="seconds"),

@@ -1,4 +1,4 @@
-"""Clocks of the files behind the host in one step: the schedule of ds_memo.nvme.home.
+"""Clocks of the files behind the host in one step: the schedule of ds_memo.nvme.file_home.
 
 A block's position is the sum of the blocks before it. The host holds the blocks from one position to another, and drops the first
 of them as it needs room.

@@ -55,6 +55,7 @@ def test_a_scan_is_linear_in_tokens_and_has_no_attention(hybrid: Model) -> None:
             )  # short GEMMs have empty waves
 
 
+@pytest.mark.slow
 def test_states_at_borders_are_kept_and_little(hybrid: Model) -> None:
     """A tile keeps its hidden states, what it got from the tile before, and no log-sum-exp."""
     tiled = costs(hybrid, TOKENS, Tiles(4096))
