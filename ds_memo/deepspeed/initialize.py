@@ -42,6 +42,7 @@ from ds_memo.nvme.open_files import shares_drives_with
 from ds_memo.runtime.attach import attach_model, check_residents, refuse_attached, take_from_engine
 from ds_memo.runtime.conflicts import refuse_config, refuse_model
 from ds_memo.runtime.handle import MemoHandle
+from ds_memo.runtime.report import report as made_report
 from ds_memo.runtime.session import EngineTies, Session
 from ds_memo.units import MIB
 
@@ -129,7 +130,7 @@ def initialize(*args: Any, **kwargs: Any) -> tuple:
                 if not config.enabled:
                     return make()
                 returned, session = _made_and_attached(make, asked["model"], config)
-        session.on_detach(undo.pop_all().close, last=True)
+        session.patches.undo_with(undo.pop_all().close, last=True)
         _say_who_shares_drives(session, section)
         return returned
 
@@ -221,10 +222,11 @@ def attach_engine(engine: deepspeed.DeepSpeedEngine, config: MemoConfig) -> Sess
     )
     session = attach_model(engine.module, config, config.layers, engine.device, ties)
     hook_engine(engine, session)
-    session.on_detach(whole.undo)
+    session.patches.undo_with(whole.undo)
     if config.tile_tokens:
-        whole.gather([module for layer in session.layers if (module := layer.module()) is not None])
-    whole.gather(session.heads_of_modules())
+        whole.gather(session.modules())
+    heads = (head.module() for head in session.heads)
+    whole.gather([head for head in heads if head is not None and any(head.children())])  # LoRA's: tiles call what is inside
     engine.memo = MemoHandle(session)
     return session
 
@@ -334,8 +336,8 @@ def _tell_what_moved(session: Session) -> bool:
 
     What is solved automatically is solved again after the first step, which shows the memory of head and loss.
     """
-    report = session.report()
-    first = session.steps.speed.steps == 1
+    report = made_report(session)
+    first = session.speed.steps == 1
     if first and not report["active"] and report["predicted"] is not None:
         return False
     steps = "step" if first else "two steps"

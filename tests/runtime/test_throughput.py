@@ -111,7 +111,7 @@ def test_which_steps_of_training_are_settled(memo: dict[str, Any], settled: list
         model(inputs_embeds=batch.embeds, labels=batch.labels).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        seen.append(inside(handle).steps.speed._latest[-1].unsettled)
+        seen.append(inside(handle).speed._latest[-1].unsettled)
     assert [int(now == before) for before, now in itertools.pairwise(seen)] == settled
 
 
