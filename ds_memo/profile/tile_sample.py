@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from ds_memo.placement import Tiles
-from ds_memo.solve.run_costs import LayerCosts, Output, TileCosts, Working
+from ds_memo.solve.run_costs import LayerCosts, Output, PeakBytes, TileCosts
 from ds_memo.spans import longest, number_of_spans
 
 PARTS = ("heads", "attention", "tails", "tails_backward", "attention_backward", "heads_backward")
@@ -74,7 +74,6 @@ class Cut:
 
 def in_tiles(
     whole: LayerCosts,
-    attention_backward_s: float,
     samples: Sequence[TileSample],
     batch: int,
     length: int,
@@ -94,7 +93,7 @@ def in_tiles(
     of_bytes = [zip(*of_part, strict=True) for of_part in in_groups]
     peaks, stored = zip(*([_plane(b, _by_tokens, cuts, cut) for b in of_part] for of_part in of_bytes), strict=True)
     forward_s = seconds[heads] + whole.attention_s + seconds[tails]
-    backward_s = seconds[tails_backward] + attention_backward_s + seconds[heads_backward]
+    backward_s = seconds[tails_backward] + whole.attention_backward_s + seconds[heads_backward]
     differs = samples[0].result_differs  # then the heads run again as a part of "tails_backward"
     born = (forward_s - seconds[tails]) / forward_s if forward_s else 1.0
     carried = Output("input", 1, samples[0].carried_bytes * (cut.tiles - batch))  # a sequence's first tile has none
@@ -120,10 +119,10 @@ def in_tiles(
     )
 
 
-def working_of(peaks: Sequence[float]) -> Working:
+def working_of(peaks: Sequence[float]) -> PeakBytes:
     """Return the peak bytes of a layer by those of its PARTS."""
     forward, (tails, attention, heads) = peaks[:3], peaks[3:]
-    return Working(round(max(forward)), round(max(tails, attention, heads)), round(max(tails, heads)))
+    return PeakBytes(round(max(forward)), round(max(tails, attention, heads)), round(max(tails, heads)))
 
 
 def _by_tiles(cut: Cut) -> tuple[int, int]:

@@ -31,8 +31,9 @@ from ds_memo.memory.host import budget_bytes, ranks_on_node
 from ds_memo.nvme.home import FileHome
 from ds_memo.nvme.open_files import open_files
 from ds_memo.planned_alloc.runtime import Addresses
-from ds_memo.remat.checkpoint import Layer, Remat
+from ds_memo.remat.checkpoint import Remat
 from ds_memo.remat.diagnostics import within_compiled
+from ds_memo.remat.layer import Layer
 from ds_memo.remat.modes import inside_a_layer
 from ds_memo.runtime import active_forward, conflicts
 from ds_memo.runtime.lazy_heads import LazyHeads
@@ -242,7 +243,7 @@ class Session:
     def detach(self) -> None:
         """Give the model back as it was. Graphs made before can no longer be run backward."""
         if self._detached:
-            raise MemoError("this handle is already detached")
+            raise MemoError("this handle is already detached; leave the second detach() out")
         if inside_a_layer():
             raise MemoError("detach() was called while a layer runs; call it between two steps")
         self._detached = True

@@ -18,10 +18,11 @@ from typing import Any
 import torch
 
 from ds_memo.errors import MemoError
-from ds_memo.placement import FULL_RECOMPUTE, GEMMS_RECOMPUTED, Placement
+from ds_memo.placement import FULL_RECOMPUTE, Placement
 from ds_memo.remat.call import Call
-from ds_memo.remat.checkpoint import CannotTile, Remat
 from ds_memo.remat.inputs import DeviceInput
+from ds_memo.remat.layer_call import CannotTile
+from ds_memo.remat.layer_host import LayerHost, Way
 from ds_memo.remat.layer_state import Before
 from ds_memo.remat.modes import running_tiles
 from ds_memo.remat.random_states import seeded
@@ -77,15 +78,15 @@ class CallInTiles(ABC):
         kwargs: dict[str, Any],
         spans: Sequence[Span],
         placement: Placement,
-        remat: Remat,
+        host: LayerHost,
         before: Before,
     ) -> None:
         self._before = before
         self._tiled = tiled
         self._shapes = tiled.shapes
         self._spans = spans
-        self._remat = remat
-        self._engine = remat.engine
+        self._host = host
+        self._engine = host.engine
         self._forward = forward
         self._arguments = Arguments(args, kwargs)
         self._hidden = hidden_states(args, kwargs)
@@ -212,31 +213,35 @@ class CallInTiles(ABC):
             key = kind, hidden.dtype, trained, how
             recipes = self._tiled.recipes.get(key)
             if recipes is None:
-                with self._remat.aside(), self._grads():
-                    self._remat.work.analysed += 1
-                    call = Call(self._tiled.layer.index, (), self._engine, None, None, self._remat.work)
+                with self._host.isolated(), self._grads():
+                    self._host.work.analysed += 1
+                    call = Call(self._tiled.layer.index, (), self._engine, None, None, self._host.work)
                     recipes = self._analyse(call, hidden, span)
                 remember(self._tiled.recipes, key, recipes)
             found[kind] = recipes
         return found
 
     def _place(self, hidden: torch.Tensor, recipes: dict[Any, Any]) -> None:
-        """Settle the share of tiles that are stored, and stay on the device if the host has no room."""
+        """Decide the share of tiles that are stored, and stay on the device if the host has no room."""
         by_kind = {kind: self._host_bytes(found) for kind, found in recipes.items()}
         of_tiles, beside = [by_kind[self._kind(span)] for span in self._spans], self._bytes_beside(hidden)
-        if not self._placement.kind.on_device:
-            key = hidden.shape, self._placement
-            if key not in self._tiled.alphas:
-                whole = sum(recomputed for recomputed, _ in of_tiles) + beside
-                split = sum(stored - recomputed for recomputed, stored in of_tiles)
-                settled = self._remat.policy.settle(self._tiled.layer, self._placement, whole, split)
-                remember(self._tiled.alphas, key, settled.alpha)
-            self._placement = replace(self._placement, alpha=self._tiled.alphas[key])
-        stored = stored_tiles(len(of_tiles), self._placement.decided_alpha)
-        needs = [nbytes[number in stored] for number, nbytes in enumerate(of_tiles)] + [beside]
-        if not (self._placement.kind.on_device or self._remat.policy.has_room(sum(round_up(nbytes, PAGE) for nbytes in needs))):
-            on_device = FULL_RECOMPUTE if self._recomputes else GEMMS_RECOMPUTED
-            self._placement = replace(on_device, tiles=self._placement.tiles)
+
+        def host_bytes(placement: Placement) -> int:
+            stored = stored_tiles(len(of_tiles), placement.decided_alpha)
+            needs = [nbytes[number in stored] for number, nbytes in enumerate(of_tiles)] + [beside]
+            return sum(round_up(nbytes, PAGE) for nbytes in needs)
+
+        asked, key, sizes = self._placement, (hidden.shape, self._placement), None
+        if asked.kind.on_device:
+            return
+        if key in self._tiled.alphas:
+            asked = replace(asked, alpha=self._tiled.alphas[key])
+        else:
+            whole = sum(recomputed for recomputed, _ in of_tiles) + beside
+            sizes = whole, sum(stored - recomputed for recomputed, stored in of_tiles)
+        self._placement = self._host.admit(self._tiled.layer, asked, Way.TILED, host_bytes, sizes)
+        if self._placement.kind is asked.kind:
+            remember(self._tiled.alphas, key, self._placement.alpha)
 
     def _describe(self, hidden: torch.Tensor) -> None:
         """Show the layer's report what this call keeps: the bytes of all its frames, and the shape of its input."""
@@ -256,7 +261,7 @@ class CallInTiles(ABC):
     def _begin_tile(self, number: int, recipe: Recipe) -> Call:
         """Open a tile's frame, if a backward will come."""
         frame = self._engine.begin(f"{self._tiled.layer.name}, tile {number}", self._placement) if self._trains else None
-        return Call(self._tiled.layer.index, (), self._engine, frame, recipe, self._remat.work)
+        return Call(self._tiled.layer.index, (), self._engine, frame, recipe, self._host.work)
 
     def _keep_inputs(self, call: Call, inputs: Sequence[torch.Tensor]) -> None:
         """Keep the first of a tile's inputs."""
@@ -265,7 +270,7 @@ class CallInTiles(ABC):
             self._engine.adopt(call.frame, call.recipe.layout)
             for kept, tensor in zip(call.recipe.inputs, inputs, strict=False):
                 self._engine.keep(call.frame, kept, tensor)
-            self._remat.work.gemm_flops += call.recipe.gemm_flops
+            self._host.work.gemm_flops += call.recipe.gemm_flops
 
     def _hidden_of(self, hidden: torch.Tensor, span: Span) -> torch.Tensor:
         """Return a tile's hidden states as a leaf, in row-major order: its ops are then the same for any layout of the whole."""
@@ -286,8 +291,7 @@ class CallInTiles(ABC):
         """Return the gradients of the hidden states, of other inputs and of the parameters."""
         for given in self._device_inputs:
             given.check()
-        for observer in self._remat.observers:
-            observer.layer_replays(self._tiled.layer.index)
+        self._host.replay_begins(self._tiled.layer)
         with stacks_restored(), Undoing(self._close_frames), Undoing(torch.clear_autocast_cache):
             try:
                 return self._backward(gradient, may_overwrite)

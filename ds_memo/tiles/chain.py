@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from ds_memo.remat.call import Call
-from ds_memo.remat.checkpoint import CannotTile
+from ds_memo.remat.layer_call import CannotTile
 from ds_memo.remat.layer_state import tensors_of, unchanged
 from ds_memo.remat.modes import running_tiles
 from ds_memo.remat.random_states import forked
@@ -61,7 +61,7 @@ class ChainedCall(CallInTiles):
 
     def _run_tiles(self, hidden: torch.Tensor, recipes: dict[Any, LinkRecipes]) -> torch.Tensor:
         for begins in ("heads", "attention", "tails"):  # the first two are empty
-            self._remat.part_begins(begins)
+            self._host.part_begins(begins)
         all_stored = stored_tiles(len(self._spans), self._placement.decided_alpha)
         output: torch.Tensor | None = None
         left: list[torch.Tensor] = []
@@ -153,7 +153,7 @@ class ChainedCall(CallInTiles):
     def _backward_tiles(
         self, sums: GradientSums, gradient: torch.Tensor, may_overwrite: bool, d_inputs: list[torch.Tensor]
     ) -> torch.Tensor:
-        self._remat.part_begins("tails_backward")
+        self._host.part_begins("tails_backward")
         d_hidden = memory_for(gradient, may_overwrite)
         d_left: Sequence[torch.Tensor | None] = []
         for tile in reversed(self._tiles):
@@ -163,7 +163,7 @@ class ChainedCall(CallInTiles):
             self._arguments.add(d_inputs, tile.span, d_others)
             del d_x, d_others  # before the next tile is reloaded and runs again
         for begins in ("attention_backward", "heads_backward"):
-            self._remat.part_begins(begins)
+            self._host.part_begins(begins)
         return d_hidden
 
     def _tile_backward(

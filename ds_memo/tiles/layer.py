@@ -98,7 +98,7 @@ class TiledCall(CallInTiles):
         """True if the tiles' frames keep attention's result; else the backward makes it before it comes to the tiles."""
         size = self._arguments.batch, self._arguments.length
         how = tiles.head_groups, self._keeps_result, self._recomputes, self._striped
-        self._attention = TiledAttention(tiled, self._remat, size, *how)
+        self._attention = TiledAttention(tiled, self._host, size, *how)
         self._result: torch.Tensor | None = None
         """Attention's result where it stays on the device: the tiles' frames hold parts of it."""
         self._result_dtype: torch.dtype | None = None
@@ -109,7 +109,7 @@ class TiledCall(CallInTiles):
         if not self._recomputes:  # the first frame: the backward of the layer above goes on with the last tile's
             self._attention.begin(self._placement)
         gathered = self._pre(hidden, recipes)
-        self._remat.part_begins("attention")
+        self._host.part_begins("attention")
         attend = self._attention.run_and_forget if self._recomputes else self._attention.run
         with torch.set_grad_enabled(self._trains):
             result = attend(gathered)
@@ -147,7 +147,7 @@ class TiledCall(CallInTiles):
         return [*super()._frames(), *([] if of_attention is None else [of_attention])]
 
     def _pre(self, hidden: torch.Tensor, recipes: dict[tuple[int, int], SizeRecipes]) -> Gathered:
-        self._remat.part_begins("heads")
+        self._host.part_begins("heads")
         gathered = Gathered(self._shapes.arguments, self._arguments.batch, self._arguments.length)
         all_stored = stored_tiles(len(self._spans), self._placement.decided_alpha)
         left: list[torch.Tensor] = []
@@ -170,7 +170,7 @@ class TiledCall(CallInTiles):
         return gathered
 
     def _post(self, hidden: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
-        self._remat.part_begins("tails")
+        self._host.part_begins("tails")
         output: torch.Tensor | None = None
         left: list[torch.Tensor] = []
         for tile in self._tiles:
@@ -232,7 +232,7 @@ class TiledCall(CallInTiles):
     def _backward_tiles(
         self, sums: GradientSums, gradient: torch.Tensor, may_overwrite: bool, d_inputs: list[torch.Tensor]
     ) -> torch.Tensor:
-        self._remat.part_begins("tails_backward")
+        self._host.part_begins("tails_backward")
         gathered = Gathered(self._shapes.arguments, self._arguments.batch, self._arguments.length)
         if self._keeps_result:
             result = self._new_result(gradient.device) if self._result is None else self._result
@@ -242,12 +242,12 @@ class TiledCall(CallInTiles):
         d_hidden, d_result = memory_for(gradient, may_overwrite), self._new_result(gradient.device)
         self._post_backward(sums, gathered, gradient, d_hidden, d_inputs, result, d_result)
         sums.settle()
-        self._remat.part_begins("attention_backward")
+        self._host.part_begins("attention_backward")
         self._attention.supply(result)
         del result
         self._attention.backward(sums, sums.parameters, gathered, d_result, then=self._last_frame)
         del d_result
-        self._remat.part_begins("heads_backward")
+        self._host.part_begins("heads_backward")
         self._pre_backward(sums, gathered, d_hidden, d_inputs)
         return d_hidden
 

@@ -16,7 +16,7 @@ from torch import nn
 from ds_memo.distributed.topology import ranks_per_sequence
 from ds_memo.remat.analyse import Analyse
 from ds_memo.remat.call import Call
-from ds_memo.remat.checkpoint import Layer
+from ds_memo.remat.layer import Layer
 from ds_memo.remat.layer_state import tensors_of, unchanged
 from ds_memo.remat.random_states import forked
 from ds_memo.remat.recipe import Gemm, Observed, Recipe, SavedOp, make_recipe

@@ -19,7 +19,7 @@ from ds_memo.estimate.question import Question
 from ds_memo.placement import Placement, PlacementKind, Tiles
 from ds_memo.profile.layer import measure
 from ds_memo.profile.layer_call import layer_calls
-from ds_memo.profile.layer_sample import WORKING, LayerSample
+from ds_memo.profile.layer_sample import PEAKS, LayerSample
 from ds_memo.profile.tile_sample import PARTS
 from ds_memo.runtime.attach import attach_model
 from tests.estimate.models import GPT_7B, LLAMA_8B, SMALL, small
@@ -52,7 +52,7 @@ def test_bytes_are_those_of_a_real_layer(name: str, tmp_path: Path) -> None:
     real, found = really(SMALL[name], tmp_path), small(name).measured._sample(0, 1024, 1, H100)
     assert [(output.role, output.nbytes) for output in found.outputs] == [(o.role, o.nbytes) for o in real.outputs]
     assert found.no_recompute_bytes == pytest.approx(real.no_recompute_bytes, rel=0.03)
-    for field in WORKING:
+    for field in PEAKS:
         here, there = getattr(found, field), getattr(real, field)
         assert (here.forward, here.backward) == pytest.approx((there.forward, there.backward), rel=0.03), field
     assert (found.gemm_flops, found.attention_flops) == (real.gemm_flops, real.attention_flops)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import ds_memo
-from ds_memo.remat.checkpoint import CannotTile
+from ds_memo.remat.layer_call import CannotTile
 from ds_memo.tiles.probe import probe
 from tests.everyday import everyday
 from tests.models import FP32, HEADS, HIDDEN, Batch, Block, Outcome, Toy, build, gradients, poisoned_memory, step
