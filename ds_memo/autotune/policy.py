@@ -195,7 +195,7 @@ class PlacementPolicy:
             need = swapped * (whole_bytes + least * split_bytes)
             raise MemoError(host_too_small(f"{swapped} swapped layers like {layer.name}", need, least, budget, fits))
         if alpha is None:
-            alpha, reason = fits, "host memory" if fits < 1 else "all rows fit the host"
+            alpha, reason = fits, "host memory" if fits < 1 else "nothing: all rows fit the host"
         used = swapped * (whole_bytes + alpha * split_bytes)
         if self.fixed:
             of_class, need = type(layer.module()), math.ceil(used) + swapped * _SLACK_PER_FRAME

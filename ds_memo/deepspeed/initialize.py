@@ -12,6 +12,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from difflib import get_close_matches
 from typing import Any
 
 import deepspeed
@@ -50,6 +51,9 @@ NO_SECTION = (
     f'this engine runs without memo: its DeepSpeed configuration has no "{SECTION}" section. Add "{SECTION}": '
     '{"enabled": true} to the JSON (that of Accelerate names one by deepspeed_config_file) or the dict, or start with '
     "ds-memo run --memo JSON COMMAND"
+)
+MISSPELLED = (
+    f'this engine runs without memo: its DeepSpeed configuration has a section "{{}}"; did you mean "{SECTION}"? Rename it'
 )
 NOT_ENABLED = (
     f'this engine runs without memo: the "{SECTION}" section does not say "enabled": true. Add that, or false to have no warning'
@@ -102,8 +106,11 @@ def initialize(*args: Any, **kwargs: Any) -> tuple:
         section = {SECTION: launched_by.section, **section}
     if asked.get("model") is None:  # DeepSpeed itself has something to say
         return stock(*args, **kwargs)
-    if _replaced and SECTION not in section:
-        warnings.warn(NO_SECTION, MemoWarning, stacklevel=2)
+    if SECTION not in section:
+        sections = [key for key, value in section.items() if isinstance(value, dict)]
+        near = [key for key in sections if get_close_matches(key.lower(), [SECTION], 1, 0.7)]
+        if near or _replaced:
+            warnings.warn(MISSPELLED.format(near[0]) if near else NO_SECTION, MemoWarning, stacklevel=2)
     announce_first_compile()
     with ExitStack() as undo, naming_lost_ranks("ds_memo.initialize"):
         with _heard_by_others():
@@ -111,20 +118,20 @@ def initialize(*args: Any, **kwargs: Any) -> tuple:
             if SECTION in section and "enabled" not in config.model_fields_set:
                 warnings.warn(NOT_ENABLED, MemoWarning, stacklevel=2)
             ranks = sequence.size_in(section)
-            alike: dict[str, Any] = {"memo.enabled": False, sequence.FIELD: ranks}
+            shared: dict[str, Any] = {"memo.enabled": False, sequence.FIELD: ranks}
             if config.enabled:
                 _refuse_pipelines(asked["model"])
                 if why := _takes_no_steps(asked, section):
                     _say(f"leaves this {type(asked['model']).__name__} alone: {why}, so its engine takes no steps")
                     config = config.model_copy(update={"enabled": False})
             if config.enabled:
-                alike |= _prepared(asked, config, section, undo)
+                shared |= _prepared(asked, config, section, undo)
             makes_groups = ranks > 1 and asked.get("mpu") is None
             if makes_groups:  # DeepSpeed would take such a configuration and train on parts of sequences
                 sequence.refuse_conflicts(section)
         with _words_for_mpi():
             _start_process_group(asked)
-            _compare(alike, wait=config.enabled or SECTION in section)
+            _compare(shared, wait=config.enabled or SECTION in section)
             with groups_wait_no_longer():
                 if makes_groups:
                     asked["mpu"] = sequence.set_up(asked["model"], ranks, config.ulysses_size)
@@ -212,12 +219,13 @@ def attach_engine(engine: deepspeed.DeepSpeedEngine, config: MemoConfig) -> Sess
     checkpoint_api.redirect()
     take_from_engine(engine.module)
     limit = limit_run_ahead(engine.module, engine.device)
-    whole = WholeLayers(engine)
+    whole, live = WholeLayers(engine), weakref.ref(engine)
     ties = EngineTies(
         of_engine=True,
         agree_on_host=functools.partial(_smallest, device=engine.device),
         observers=() if limit is None else (limit,),  # first: the phase of planned addresses begins after its wait
-        before_probe=functools.partial(_gather_nothing_ahead, weakref.ref(engine)),
+        # ZeRO-3 would gather ahead in a probe: a layer measured on its own cannot use, nor gather, what is under way to it
+        before_probe=lambda: forget_order(live()),
         gather_whole=whole.gather,
         on_last_micro_batch=weakly(engine.is_gradient_accumulation_boundary),
         tell_what_moved=_tell_what_moved if _replaced else None,
@@ -283,7 +291,7 @@ def _start_process_group(asked: dict[str, Any]) -> None:
     )
 
 
-def _compare(mine: dict[str, Any], wait: bool) -> None:
+def _compare(settings: dict[str, Any], wait: bool) -> None:
     """Refuse ranks that were given other things than this one: they would wait for each other.
 
     Args:
@@ -297,12 +305,12 @@ def _compare(mine: dict[str, Any], wait: bool) -> None:
     def remind(late: list[int]) -> None:
         warnings.warn(LATE.format(torch.distributed.get_rank(), late, ARRIVAL_S), MemoWarning, stacklevel=4)
 
-    said = [json.loads(text) for text in agree.announce(json.dumps(mine), wait, ARRIVAL_S, remind)]
-    failed = [f"rank {rank}: {theirs[_FAILED]}" for rank, theirs in enumerate(said) if _FAILED in theirs]
+    by_rank = [json.loads(text) for text in agree.announce(json.dumps(settings), wait, ARRIVAL_S, remind)]
+    failed = [f"rank {rank}: {answer[_FAILED]}" for rank, answer in enumerate(by_rank) if _FAILED in answer]
     if failed:
         raise agree.Failed(failed)
-    first = [{name: theirs[name] for name in ("memo.enabled", sequence.FIELD)} for theirs in said]
-    for shared in (first, said):  # a rank without memo says no more
+    first = [{name: answer[name] for name in ("memo.enabled", sequence.FIELD)} for answer in by_rank]
+    for shared in (first, by_rank):  # a rank without memo tells no more
         agree.refuse_differences("the configuration", shared)
 
 
@@ -322,15 +330,6 @@ def _say_who_shares_drives(session: Session, section: dict[str, Any]) -> None:
                 f"zero_optimization.{key} keeps its states on a file system of memo.nvme.path: each takes bandwidth from the "
                 "other. What memo measures at the first step does not have ZeRO's transfers in it. Give each drives of its own"
             )
-
-
-def _gather_nothing_ahead(engine: weakref.ref[deepspeed.DeepSpeedEngine]) -> None:
-    """Have ZeRO-3 forget in which order layers came, as it does where another one comes than it expects.
-
-    It would gather ahead by that order in a probe. What is under way to a layer that is measured alone can be neither used nor
-    gathered.
-    """
-    forget_order(engine())
 
 
 def _tell_what_moved(session: Session) -> bool:

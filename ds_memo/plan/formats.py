@@ -22,7 +22,7 @@ from ds_memo.files import read_bounded
 from ds_memo.plan import verify
 from ds_memo.plan.bilevel import PhaseReport, Plan, Slot
 from ds_memo.plan.errors import MalformedInput, PlanError
-from ds_memo.plan.phases import PHASE_WORDS, LayerPass, Part, PhaseName, parse_phase
+from ds_memo.plan.phases import PHASE_WORDS, LayerPass, PassPart, PhaseName, parse_phase
 from ds_memo.plan.trace import UNIT, Phase, Request, Trace
 
 SCHEMA = "ds_memo.plan/2"
@@ -124,7 +124,7 @@ def parse_trace(text: str, source: str = "trace") -> Trace:
 
 def make_trace(requests: Sequence[Request], marks: Sequence[tuple[PhaseName, int]], notes: Sequence[str] = ()) -> Trace:
     """Make a trace from requests and marks: (phase name, index of its first request)."""
-    marks = list(marks) or [(Part.STEP, 0)]
+    marks = list(marks) or [(PassPart.STEP, 0)]
     ends = [first for _, first in marks[1:]] + [len(requests)]
     phases = tuple(Phase(name, first, end) for (name, first), end in zip(marks, ends, strict=True))
     return Trace(tuple(requests), phases, tuple(notes))

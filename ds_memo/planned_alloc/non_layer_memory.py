@@ -17,7 +17,7 @@ from itertools import zip_longest
 from typing import NamedTuple
 
 from ds_memo.ops.allocator import Request as Event
-from ds_memo.plan.phases import LayerPass, Part, PhaseName
+from ds_memo.plan.phases import LayerPass, PassPart, PhaseName
 
 
 class NonLayerMemory(NamedTuple):
@@ -58,7 +58,7 @@ def non_layer_memory(
             Each layer's backward counts it, so it does not count as staying.
         forward, backward: predicted bytes by layer, in the order of the forward, with all kept tensors.
     """
-    head = most_in(Part.HEAD, events, hidden_bytes)
+    head = most_in(PassPart.HEAD, events, hidden_bytes)
     if head is None:
         return None
     peaks = _peaks(events, carried)

@@ -130,8 +130,8 @@ class Session:
             self.tiling = Tiling(self.policy.tiles) if config.may_tile else None
             if self.tiling is not None:
                 undo_with(self.tiling.close)
-            observers, aside = (*ties.observers, self.addresses), self.addresses.aside
-            self.remat = Remat(self.engine, self.policy, self.warn, config.attention, observers, self.tiling, aside)
+            observers, addresses = (*ties.observers, self.addresses), self.addresses
+            self.remat = Remat(self.engine, self.policy, self.warn, config.attention, observers, self.tiling, addresses.aside)
             self.tuner = None if self.policy.fixed else self._make_tuner()
             self._patch(model, layers)
         except BaseException:

@@ -28,7 +28,7 @@ def step_ended(session: Session, applied: bool = True) -> None:
     """
     tuner, drives, in_flight = session.tuner, session.drives, session.policy.in_flight
     session.addresses.step_ends()
-    if session.speed.before_first_step:
+    if not session.speed.steps:
         for message in _after_first_step(session):
             session.warn(message)
     now = time.perf_counter()

@@ -61,7 +61,7 @@ class PeakBytes:
 class TileCosts:
     """What is different in a layer that runs in tiles. Its frame is one of each tile: two of them are on the device at once.
 
-    In attention's backward it is one tile's hidden states, of which the next part begins.
+    During attention's backward only one tile's hidden states are on the device.
     """
 
     count: int

@@ -237,9 +237,17 @@ def test_another_engine_of_the_same_model(stage: int) -> None:
     second.memo.detach()
 
 
-def test_a_section_that_does_not_say_enabled() -> None:
-    with pytest.warns(ds_memo.MemoWarning, match='runs without memo: the "memo" section does not say "enabled": true'):
-        engine = start(ds_config(memo={"alpha": 0.5}))
+@pytest.mark.parametrize(
+    "section, says",
+    [
+        ({"memo": {"alpha": 0.5}}, 'the "memo" section does not say "enabled": true'),
+        ({"Memo": MEMO}, 'its DeepSpeed configuration has a section "Memo"; did you mean "memo"'),
+        ({"memmo": MEMO}, 'its DeepSpeed configuration has a section "memmo"; did you mean "memo"'),
+    ],
+)
+def test_a_section_that_has_no_effect(section: dict[str, Any], says: str) -> None:
+    with pytest.warns(ds_memo.MemoWarning, match="runs without memo: " + says):
+        engine = start(ds_config(**section))
     assert not hasattr(engine, "memo")
 
 

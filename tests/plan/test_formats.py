@@ -14,7 +14,7 @@ from ds_memo.plan import (
 )
 from ds_memo.plan import snapshot as snapshots
 from ds_memo.plan.formats import parse_trace
-from ds_memo.plan.phases import LayerPass, Part
+from ds_memo.plan.phases import LayerPass, PassPart
 from ds_memo.plan.snapshot import load_plain, read_snapshot
 from tests.plan.instances import TRACES
 from tests.processes import python
@@ -33,7 +33,7 @@ def test_nothing_of_a_trace_is_lost(path):
 
 def test_a_trace_without_phases_is_one_step():
     trace = parse_trace("# a comment\n\nmalloc a 5\nfree a\n")
-    assert [p.name for p in trace.phases] == [Part.STEP]
+    assert [p.name for p in trace.phases] == [PassPart.STEP]
     (tensor,) = trace.tensors()
     assert tensor == ("a", 5, 0, 1, 0, 0, 0) and tensor.transient
 
@@ -43,7 +43,7 @@ def test_the_names_of_phases():
     names = ["embed", "L0.f", "head", "L0.b", "reduce", "step", "end", "embed.f", "head.f", "head.b", "embed.b"]
     trace = parse_trace("".join(f"phase {n}\nmalloc {n} 1\n" for n in names))
     assert [str(phase.name) for phase in trace.phases] == names
-    assert [phase.name for phase in trace.phases][:4] == [Part.EMBED, LayerPass(0, False), Part.HEAD, LayerPass(0, True)]
+    assert [phase.name for phase in trace.phases][:4] == [PassPart.EMBED, LayerPass(0, False), PassPart.HEAD, LayerPass(0, True)]
 
 
 def test_skeletal_and_never_freed():
