@@ -11,7 +11,7 @@ from ds_memo.autotune.pass_solution import PassSolution
 from ds_memo.autotune.pending_calls import InFlight
 from ds_memo.config import MemoConfig
 from ds_memo.placement import Tiles
-from ds_memo.profile.sample import Profile
+from ds_memo.profile.run_profile import RunProfile
 from ds_memo.shapes import HiddenShapes
 from ds_memo.solve.headroom import shortest
 from ds_memo.solve.run_costs import RunCosts
@@ -36,7 +36,7 @@ class Request(NamedTuple):
 def solve_pass(
     request: Request,
     config: MemoConfig,
-    profile: Profile,
+    profile: RunProfile,
     costs: Callable[[Tiles | None], RunCosts],
     alpha: float | None,
     device_limit: int,
@@ -69,7 +69,7 @@ def solve_pass(
     return solution, run
 
 
-def _tilings(request: Request, config: MemoConfig, profile: Profile, may_tile: bool) -> list[Tiles | None]:
+def _tilings(request: Request, config: MemoConfig, profile: RunProfile, may_tile: bool) -> list[Tiles | None]:
     """Return ways to run the layers: whole, and in tiles of several lengths with as many groups of heads as can be."""
     tokens, groups = config.tile_tokens, config.head_groups
     if tokens == 0 or (tokens is None and not may_tile):

@@ -31,21 +31,21 @@ from ds_memo.autotune.probe_forward import REMEMBERED, Probe, TrainingPass
 from ds_memo.autotune.ranks import Ranks, Start
 from ds_memo.autotune.solve_pass import Request, solve_pass, warn_of_non_layer_memory
 from ds_memo.config import MemoConfig
-from ds_memo.distributed.agree import Failed, from_all_ranks, together, world_size
+from ds_memo.distributed.agree import Failed, from_all_ranks, on_all_ranks, world_size
 from ds_memo.distributed.topology import gathers_by_module
-from ds_memo.logits.head import LazyHead
+from ds_memo.logits.lazy_head import LazyHead
 from ds_memo.placement import Tiles
 from ds_memo.planned_alloc import UNPLANNED_OVERHEAD
 from ds_memo.planned_alloc.runtime import Addresses
-from ds_memo.profile.layer_call import LayerCall
-from ds_memo.profile.sample import Profile
+from ds_memo.profile.caught_call import CaughtCall
+from ds_memo.profile.run_profile import RunProfile
 from ds_memo.remat.checkpoint import Remat
 from ds_memo.remat.layer import Layer
 from ds_memo.shapes import HiddenShapes
 from ds_memo.solve.memory import bytes_of_layers
 from ds_memo.solve.refusals import NothingFits
 from ds_memo.solve.run_costs import RunCosts
-from ds_memo.tiles.refuse import BY_MODULE
+from ds_memo.tiles.check.refuse import BY_MODULE
 
 _TRIES = 3
 """Passes that may fail before their first layer until no profile is made."""
@@ -109,7 +109,7 @@ class Tuner:
         """Passes whose first layer call could not be caught."""
 
     @property
-    def profile(self) -> Profile | None:
+    def profile(self) -> RunProfile | None:
         return self._profiling.profile
 
     # ---- before each training pass
@@ -194,14 +194,14 @@ class Tuner:
         """Run the forward up to its last kind of layer, and measure kinds again that it has outgrown."""
         self.unsettled += 1
         probe = functools.partial(self._probe.later, training_pass)
-        calls = together(probe) if self._ranks.meet else probe()
+        calls = on_all_ranks(probe) if self._ranks.meet else probe()
         self._warn_of_encoders(calls[kind] for kind in self._profiling.kinds if kind in calls)
         if self._ranks.may_measure_again and (again := self._profiling.again(calls, with_others=self._ranks.meet)):
             self.changes += again
             self._solutions.clear()
         return self._probe.saw(training_pass.kind, calls)
 
-    def _warn_of_encoders(self, calls: Iterable[LayerCall]) -> None:
+    def _warn_of_encoders(self, calls: Iterable[CaughtCall]) -> None:
         for call in calls:
             if call.encoder_length:
                 self._warn(
@@ -268,7 +268,7 @@ class Tuner:
         if self._gather_whole is None and any(map(gathers_by_module, _modules(layers))):
             self._profiling.why_whole = BY_MODULE
         try:
-            calls = together(functools.partial(self._probe.first, training_pass, layers))
+            calls = on_all_ranks(functools.partial(self._probe.first, training_pass, layers))
         except Failed as failed:  # the forward itself will say what is wrong with it; it may well be right the next time
             self._failed_passes += 1
             return self._failed_passes >= _TRIES and self._give_up(failed)

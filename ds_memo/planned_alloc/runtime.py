@@ -31,7 +31,7 @@ from torch.autograd import Variable
 
 from ds_memo.config import PlanConfig
 from ds_memo.memory.device import keep_blocks_whole
-from ds_memo.ops.allocator import MISSES, Allocator, Request
+from ds_memo.ops.allocator import MISSES, Allocator, LogEvent
 from ds_memo.plan import Plan
 from ds_memo.plan.phases import LayerPass, PassPart
 from ds_memo.planned_alloc.non_layer_memory import NonLayerMemory, carry, non_layer_memory
@@ -138,11 +138,11 @@ class Addresses:
         """Requests by outcome, in the passes that are over."""
         self._stats = self._counts
         """The op's counts when the running pass began."""
-        self._events: list[Request] = []
+        self._events: list[LogEvent] = []
         """Events of the running pass that were read from the op so far."""
         self._carried: dict[int, int] = {}
         """Bytes by id of blocks that logged passes left behind."""
-        self._logged: tuple[PassKind | None, list[Request], dict[int, int]] = (None, [], {})
+        self._logged: tuple[PassKind | None, list[LogEvent], dict[int, int]] = (None, [], {})
         """Kind and events of the last complete logged pass, and the bytes by id that earlier passes had left behind."""
 
     def install(self) -> bool:

@@ -13,7 +13,7 @@ from torch import nn
 from ds_memo.autotune.probe_forward import TrainingPass
 from ds_memo.memory.device import device_usage
 from ds_memo.placement import Tiles
-from ds_memo.profile.layer_call import AsCalled, as_it_is
+from ds_memo.profile.caught_call import AsCalled, as_it_is
 from ds_memo.remat.diagnostics import has_compiled, within_compiled
 from ds_memo.remat.undo import stacks_restored
 from ds_memo.runtime import active_forward, conflicts
@@ -57,7 +57,7 @@ class Passes:
         training = module.training and torch.is_grad_enabled()
         if training:
             session.slab.budget.pass_begins()
-            session.engine.settle()
+            session.engine.free_failed_graphs()
             session.patches.hold()
             if not session.passes and conflicts.is_offloaded():
                 session.warn(conflicts.OFFLOADED)
@@ -156,8 +156,6 @@ def place(session: Session, model: nn.Module, args: tuple, kwargs: dict[str, Any
         training_pass = TrainingPass(shapes_of(args, kwargs), model, args, kwargs, as_called)
         solution = tuner.solve(training_pass, session.layers, policy.in_flight)
         policy.follow(solution)
-        if solution is not None:
-            session.slab.pool.lock_ahead(solution.host_blocks)
 
 
 def ran_out(session: Session) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ds_memo.ops.allocator import Request
+from ds_memo.ops.allocator import LogEvent
 from ds_memo.plan.phases import LayerPass, PassPart
 from ds_memo.planned_alloc.non_layer_memory import Most, NonLayerMemory, carry, largest, most_in, non_layer_memory
 from tests.planned_alloc.test_request_log import events
@@ -47,15 +47,15 @@ def test_what_earlier_passes_left_behind() -> None:
     carried: dict[int, int] = {}
     carry(carried, events("head +a50 -a | L0.b +b7 +c9", first_id=10))
     assert carried == {11: 7, 12: 9}
-    pass_ = [*events("L0.f +a8 | L1.f | head | L1.b | L0.b -a | step"), Request("free", None, 11, 0)]
+    pass_ = [*events("L0.f +a8 | L1.f | head | L1.b | L0.b -a | step"), LogEvent("free", None, 11, 0)]
     assert non_layer_memory(pass_, carried, 0, {0: 10}, {0: 10}).forward == 5
     assert non_layer_memory(pass_, {}, 0, {0: 10}, {0: 10}).forward == 0  # without the carried bytes it is not known
 
 
 def test_other_streams_have_a_number_of_their_own() -> None:
     pass_ = events("head +a9 -a | L0.b +b20")
-    side = [Request("elsewhere", LayerPass(0, backward=True), id_, size) for id_, size in ((7, 100), (8, 30), (9, 1))]
-    frees = [Request("free", None, id_, 0) for id_ in (8, 7, 1)]
+    side = [LogEvent("elsewhere", LayerPass(0, backward=True), id_, size) for id_, size in ((7, 100), (8, 30), (9, 1))]
+    frees = [LogEvent("free", None, id_, 0) for id_ in (8, 7, 1)]
     seen = non_layer_memory([*pass_, *side[:2], *frees, *side[2:]], {}, 0, {}, {0: 15})
     assert seen == NonLayerMemory(head=9, staying=0, forward=0, backward=(5,), elsewhere=130)
     assert side[0] not in pass_ and most_in(PassPart.HEAD, [*side, *pass_]) == Most(9, 0)
