@@ -93,7 +93,7 @@ def without_values(host_gib: float = HOST_GIB) -> None:
     from ds_memo.remat import recipe, same_again
     from ds_memo.sequence import catch_mixers
     from ds_memo.swap import pinned_segments
-    from ds_memo.tiles import compare, probe
+    from ds_memo.tiles.check import compare, probe
 
     torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN wants a driver
     mixer_kernels.implement("CUDA")

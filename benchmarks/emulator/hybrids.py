@@ -51,14 +51,13 @@ BARS = {MIXERS_WHOLE: 3.0, OFFLOAD: 2.0}
 EQUALLY_FAST = 1.0
 PARTS = {
     "tiles/weight_gradients.py": "sums of weight gradients in fp32",
-    "tiles/chain.py:_tile_backward": "layers without attention: what stays on the device, and tiles",
-    "tiles/chain.py:_run_tile": "layers without attention: what stays on the device, and tiles",
     "tiles/attention.py": "attention's operands, output and their gradients",
     "tiles/attention_call.py": "attention's operands, output and their gradients",
-    "tiles/layer.py:_tile": "a tile of an attention layer",
-    "tiles/layer.py": "attention's operands, output and their gradients",
-    "tiles/call_in_tiles.py": "hidden states and their gradient",
-    "tiles/chain.py": "hidden states and their gradient",
+    "tiles/layer.py:_tile": "a tile",
+    "tiles/tile_runs.py": "a tile",
+    "tiles/layer.py:_pre": "attention's operands, output and their gradients",
+    "tiles/layer.py:_new_result": "attention's operands, output and their gradients",
+    "tiles/layer.py": "hidden states and their gradient",
     "swap/": "reload buffers",
     "remat/": "layers that run whole",
 }

@@ -11,7 +11,7 @@ of its own.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -32,12 +32,12 @@ from ds_memo.remat.tensors import storage_of, tensor_leaves
 from ds_memo.sequence.parts import running_on
 from ds_memo.sequence.striped import Striped
 from ds_memo.swap.frame import Frame, lie_alike
-from ds_memo.tiles.around import dropping
+from ds_memo.tiles.aliases import dropping
 from ds_memo.tiles.attention_call import Gathered
-from ds_memo.tiles.compare import refuse_other_gradients
-from ds_memo.tiles.findings import MATRIX
+from ds_memo.tiles.graph import refuse_other_gradients
 from ds_memo.tiles.modes import SupplyHeads, may_split_heads
-from ds_memo.tiles.recipes import AttentionRecipe, Output, TiledLayer
+from ds_memo.tiles.probe_result import MATRIX, AttentionShapes
+from ds_memo.tiles.recipes import AttentionRecipe, SharedOutput, TiledLayer
 from ds_memo.tiles.weight_gradients import GradientSums
 
 
@@ -63,7 +63,7 @@ class TiledAttention:
         striped: Striped | None,
     ) -> None:
         self._tiled = tiled
-        self._shapes = tiled.shapes
+        self._shapes: AttentionShapes = tiled.shapes.attention
         self._recipes = tiled.attention_recipes
         self._size = size
         self._groups = groups
@@ -74,7 +74,7 @@ class TiledAttention:
         self._remat = remat
         self._engine = remat.engine
         self._call: Call | None = None
-        self.output: Output | None = None
+        self.shared: SharedOutput | None = None
         """The kernel's output if it is the result, and the frame does not keep it."""
         self.result_differs = False
         """True if attention's result is not its kernel's output, as its latest run showed."""
@@ -97,9 +97,29 @@ class TiledAttention:
     # ---- forward
 
     def run(self, gathered: Gathered) -> torch.Tensor:
-        """Run attention, keep what its backward needs, close the frame, and return the result."""
+        """Run attention and return its result. Keep what its backward needs; nothing, if that runs it again."""
         self._ran_for = self._groups_of_ranks(gathered)
         key, known = self._known(gathered)
+        if not self._recomputed:
+            return self._run_and_keep(gathered, key, known)
+        if known is None and torch.is_grad_enabled():  # it is analysed: may it run in tiles?
+            self.begin(GEMMS_RECOMPUTED)
+            result = self._run_and_keep(gathered, key, known)
+            self.release()
+            return result
+        if torch.is_grad_enabled():
+            self._engine.let_go_but(0)
+        self._generators = [] if known is not None and known.draws else None
+        with torch.no_grad():
+            return self._result_by_group(gathered, functools.partial(self._begins, None))
+
+    def _run_and_keep(self, gathered: Gathered, key: Any, known: AttentionRecipe | None) -> torch.Tensor:
+        """Run attention, keep what its backward needs, close the frame, and return the result.
+
+        Args:
+            key: of the recipe.
+            known: the recipe; None: the call is analysed.
+        """
         self._engine.let_go_but(0)
         call = self._call
         assert call is not None
@@ -126,25 +146,10 @@ class TiledAttention:
         self._tiled.attention_ran("")
         if not known.draws:
             self._generators = None
-        self.output, self.result_differs = known.output, known.result_differs
+        self.shared, self.result_differs = known.shared, known.result_differs
         self.supply(None)
         self._engine.end(call.frame)
         return result
-
-    def run_and_forget(self, gathered: Gathered) -> torch.Tensor:
-        """Run attention, keep nothing, and return its result. A backward that comes will run it again."""
-        self._ran_for = self._groups_of_ranks(gathered)
-        known = self._known(gathered)[1]
-        if known is None and torch.is_grad_enabled():  # it is analysed: may it run in tiles?
-            self.begin(GEMMS_RECOMPUTED)
-            result = self.run(gathered)
-            self.release()
-            return result
-        if known is not None and torch.is_grad_enabled():
-            self._engine.let_go_but(0)
-        self._generators = [] if known is not None and known.draws else None
-        with torch.no_grad():
-            return self._result_by_group(gathered, functools.partial(self._begins, None))
 
     def _begins(self, mode: Analyse | Record | None, heads: HeadGroup) -> AbstractContextManager[Any]:
         """Note where a group's forward begins."""
@@ -162,13 +167,13 @@ class TiledAttention:
         """Run attention for one group after another, each inside of what `around` returns, and return the result of all."""
         if len(self._ran_for) == 1:
             with around(ALL_HEADS):
-                return self._attend_alone(gathered, self._leaves(gathered, ALL_HEADS)).detach()
+                return self._attend(gathered, self._leaves(gathered, ALL_HEADS)).detach()
         whole: torch.Tensor | None = None
         refused: CannotTile | None = None
         for heads in self._ran_for:
             with around(heads):
                 try:
-                    result = self._attend_alone(gathered, self._leaves(gathered, heads)).detach()
+                    result = self._attend(gathered, self._leaves(gathered, heads)).detach()
                 except CannotTile as reason:  # other ranks run the other groups, and exchange tensors in each
                     refused = reason
                     continue
@@ -199,17 +204,14 @@ class TiledAttention:
         return key, self._recipes.get(key)
 
     def _attend(self, gathered: Gathered, leaves: list[Any]) -> torch.Tensor:
-        assert gathered.call is not None
+        """Run attention, and refuse it if it reads a tensor that needs a gradient and is not among its arguments."""
+        call = gathered.call
+        assert call is not None
         of_forward = gathered.leaves if len(self._ran_for) == 1 else leaves  # the kernel that the forward took runs backward
         elements = max((of_forward[index].numel() for index in self._shapes.differentiable), default=0)
-        call = gathered.call
         with running_on(self._tiled.module, self._striped):
             found = self._remat.with_kernel(self._tiled.layer, lambda *given: call.run([*given]), *leaves, elements=elements)
-        return self._shapes.result.only_tensor(found)
-
-    def _attend_alone(self, gathered: Gathered, leaves: list[Any]) -> torch.Tensor:
-        """Run attention, and refuse it if it reads a tensor that needs a gradient and is not among its arguments."""
-        result = self._attend(gathered, leaves)
+        result = self._shapes.result.only_tensor(found)
         refuse_other_gradients([result], tensor_leaves(leaves))
         return result
 
@@ -223,20 +225,20 @@ class TiledAttention:
             raise CannotTile("its attention is a keep_whole function")
         observed.note_hidden_writes()
         observed.close_over_inputs(all_rows_kept=True)
-        output, differs = None, True
+        shared, differs = None, True
         for index, op in enumerate(observed.ops):
             if isinstance(op, ObservedSavedOp) and not op.recomputed:
                 for position, value in enumerate(op.outputs):
                     if torch.is_tensor(value) and self._is(value, result):
                         differs = False
                         if not self._whole:
-                            output = Output(index, position, tuple(value.shape), value.stride())
+                            shared = SharedOutput(index, position, tuple(value.shape), value.stride())
                             op.outputs = (*op.outputs[:position], None, *op.outputs[position + 1 :])
         recipe, tensors = make_recipe(observed, 1.0)
         call.recipe = recipe
         call.keep_observed(observed, tensors)
         observed.forget()
-        return AttentionRecipe(recipe, output, differs, draws)
+        return AttentionRecipe(recipe, shared, differs, draws)
 
     def _is(self, value: torch.Tensor, result: torch.Tensor) -> bool:
         """Return True if an op's output is attention's result, in the memory order that the backward rebuilds."""
@@ -257,7 +259,8 @@ class TiledAttention:
             call = self._call
             if call is None:
                 self.begin(GEMMS_RECOMPUTED)
-                result = self.run(gathered)
+                self._ran_for = self._groups_of_ranks(gathered)
+                result = self._run_and_keep(gathered, *self._known(gathered))
                 assert self._call is not None and self._call.recipe is not None
                 self._remat.work.attention_ops_recomputed += self._call.recipe.attention_ops // len(self._ran_for)
                 return result
@@ -267,7 +270,6 @@ class TiledAttention:
     def backward(
         self,
         sums: GradientSums,
-        aliases: Sequence[torch.Tensor],
         gathered: Gathered,
         d_result: torch.Tensor,
         then: Frame,
@@ -286,7 +288,7 @@ class TiledAttention:
             leaves = self._leaves(gathered, heads)
             inputs = [leaves[index] for index in shapes.differentiable]
             with torch.enable_grad(), self._drawing_again(heads), self._supplying(heads):
-                result = get_gradient_edge(self._attend_alone(gathered, leaves))  # its memory is of no use
+                result = get_gradient_edge(self._attend(gathered, leaves))  # its memory is of no use
             with without_autocast():
                 found = list(torch.autograd.grad(result, inputs, self._of(heads, d_result, shapes.result.dim)))
             del result, leaves, inputs
@@ -294,7 +296,7 @@ class TiledAttention:
                 whole, dim, gradient = gathered.leaves[index], shapes.arguments[index], found[number]
                 found[number] = None  # each goes before the next is added up
                 if dim is None:
-                    sums.add(next(i for i, alias in enumerate(aliases) if alias is whole), gradient)
+                    sums.add(next(i for i, alias in enumerate(sums.parameters) if alias is whole), gradient)
                 elif not heads.shares(whole, 3 - dim):
                     heads.write(whole, 3 - dim, gradient)
                 else:  # the keys themselves are needed until the last group that shares them
@@ -313,11 +315,11 @@ class TiledAttention:
         else:
             self._engine.give_up(frame)
         if self._recomputed:
-            self._call = self.output = None
+            self._call = self.shared = None
 
     def supply(self, result: torch.Tensor | None) -> None:
-        """Have the replay supply the kernel's output from `result` if it is that, or hold it no longer."""
-        call, where = self._call, self.output
+        """Supply `result` as the kernel's output if the two share memory; None releases it."""
+        call, where = self._call, self.shared
         if call is not None and where is not None:
             outputs = list(call.loose[where.op])
             outputs[where.position] = None if result is None else where.within(result)
@@ -338,7 +340,7 @@ class TiledAttention:
         assert gathered.call is not None
         if self._groups == 1 or gathered.call.ranks(gathered.leaves) > 1:
             return self._ran_for
-        if self.output is None:
+        if self.shared is None:
             return self._undivided("its kernel's output is not its result")
         if not may_split_heads(self._call):
             return self._undivided("its kernel runs for all heads at once")

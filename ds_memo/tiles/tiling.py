@@ -29,12 +29,10 @@ from ds_memo.remat.shared_changes import Undo
 from ds_memo.remat.undo import Undoing
 from ds_memo.sequence.parts import PARTS
 from ds_memo.spans import number_of_spans, spans
-from ds_memo.tiles.chain import ChainedCall
-from ds_memo.tiles.findings import AttentionShapes
+from ds_memo.tiles.check.probe import LEAST_TOKENS, probe
+from ds_memo.tiles.check.refuse import refuse_call
 from ds_memo.tiles.layer import TiledCall
-from ds_memo.tiles.probe import LEAST_TOKENS, probe
 from ds_memo.tiles.recipes import TiledLayer
-from ds_memo.tiles.refuse import refuse_call
 from ds_memo.tiles.slices import Arguments, hidden_states, is_dense
 
 
@@ -130,8 +128,7 @@ class Tiling:
             kwargs = without_padding(call.module, kwargs)
             hidden = hidden_states(args, kwargs)
             cut = spans(hidden.shape[0], hidden.shape[1], tiles.tokens)
-            kind = TiledCall if isinstance(tiled.shapes, AttentionShapes) else ChainedCall
-            return kind(tiled, call.forward, args, kwargs, cut, placed, remat, before).run()
+            return TiledCall(tiled, call.forward, args, kwargs, cut, placed, remat, before).run()
 
         device = remat.engine.device
         states = [] if placement is None else own_states(device)
@@ -193,7 +190,7 @@ class Verdicts:
             shapes = None
             try:
                 with gathered(call.module):  # where Transformers (to 5.17) asks for a checkpoint outside of the layer's hooks
-                    shapes = probe(call.module, call.forward, call.args, call.kwargs, self._undo_with)
+                    shapes = probe(call.module, call.forward, Arguments(call.args, call.kwargs), self._undo_with)
             except CannotTile as reason:
                 why = str(reason)
             self.agree(why, sure)

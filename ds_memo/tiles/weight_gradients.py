@@ -15,6 +15,7 @@ from torch.autograd.graph import Node
 
 from ds_memo.remat.autocast import without_autocast
 from ds_memo.remat.modes import inside_tiles
+from ds_memo.tiles.graph import graph_of
 
 _PRODUCTS = {"MmBackward0": ("_saved_self", 0, 1), "AddmmBackward0": ("_saved_mat1", 1, 2)}
 """By autograd's name of a product: where its left operand is saved, and the positions of its two operands' gradients."""
@@ -123,20 +124,6 @@ def see_products_of_zero3() -> None:
         return torch._C._nn.linear(*args) if inside_tiles() else apply(*args)
 
     function.apply = linear
-
-
-def graph_of(outputs: Sequence[torch.Tensor]) -> Iterator[tuple[Node, tuple[tuple[Node | None, int], ...]]]:
-    """Yield each node of the graph that made these tensors, and its `next_functions`."""
-    todo = list({output.grad_fn for output in outputs if output.grad_fn is not None})  # two outputs may be of one node
-    seen = set(todo)
-    while todo:
-        node = todo.pop()
-        next_functions = node.next_functions
-        yield node, next_functions
-        for below, _ in next_functions:
-            if below is not None and below not in seen:
-                seen.add(below)
-                todo.append(below)
 
 
 def weight_products(outputs: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> dict[int, list[tuple[Node, bool]]]:

@@ -18,7 +18,8 @@ import ds_memo
 from ds_memo.autotune.policy import PlacementPolicy
 from ds_memo.placement import Placement, PlacementKind, Tiles
 from ds_memo.remat import layer_state
-from ds_memo.tiles import attention, call_in_tiles, probe
+from ds_memo.tiles import attention, layer
+from ds_memo.tiles.check import probe
 from tests.models import CONFIGS, HIDDEN, Block, Different, Outcome, Toy, compare_with_stock, gradients, step
 from tests.tiles.rig import BATCH, LAYERS, assert_was_tiled, attached, compare, small, tiled_layers
 
@@ -173,8 +174,8 @@ def warm(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tenso
 
 def warmed(first: int) -> Callable[[nn.Module, int], Outcome]:
     def drive(model: Any, number: int) -> Outcome:
-        for layer in model.model.layers:
-            layer.self_attn.warmth = layer.self_attn.temperature if number >= first else None
+        for block in model.model.layers:
+            block.self_attn.warmth = block.self_attn.temperature if number >= first else None
         return step(model, BATCH)
 
     return drive
@@ -186,8 +187,8 @@ def with_temperature() -> Any:
     AttentionInterface.register("warm", warm)
     model: Any = small("llama")
     model.config._attn_implementation = "warm"
-    for layer in model.model.layers:
-        layer.self_attn.register_parameter("temperature", nn.Parameter(torch.tensor(1.5)))
+    for block in model.model.layers:
+        block.self_attn.register_parameter("temperature", nn.Parameter(torch.tensor(1.5)))
     return model
 
 
@@ -215,9 +216,9 @@ def test_layers_that_hold_nothing_are_tiled() -> None:
     assert_was_tiled(compare(Steers(Reads, "list"), steered(9)))
 
 
-@pytest.mark.parametrize("first, owner", [(0, probe), (1, call_in_tiles)])
+@pytest.mark.parametrize("first, owner", [(0, probe), (1, layer)])
 def test_nothing_else_refuses_them(first: int, owner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in {probe, call_in_tiles} if first == 0 else {owner}:
+    for module in {probe, layer} if first == 0 else {owner}:
         monkeypatch.setattr(module, "refuse_other_gradients", lambda *_: None)
     with pytest.raises(Different, match="vector: none, stock has one"):
         check("list", first)
@@ -231,6 +232,6 @@ def test_nothing_else_refuses_what_attention_reads(monkeypatch: pytest.MonkeyPat
 
 def test_a_copy_without_a_graph_hides_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layer_state, "_own", lambda tensor: tensor.detach().clone())
-    monkeypatch.setattr(call_in_tiles, "refuse_other_gradients", lambda *_: None)
+    monkeypatch.setattr(layer, "refuse_other_gradients", lambda *_: None)
     with pytest.raises(Different, match="vector: none, stock has one"):
         check("list", 0)

@@ -14,7 +14,8 @@ from torch import nn
 
 import ds_memo
 from ds_memo.remat.checkpoint import CannotTile
-from ds_memo.tiles.probe import probe
+from ds_memo.tiles.check.probe import probe
+from ds_memo.tiles.slices import Arguments
 from tests.everyday import everyday
 from tests.models import FP32, HEADS, HIDDEN, Batch, Block, Outcome, Toy, build, gradients, poisoned_memory, step
 from tests.tiles.rig import BATCH, LAYERS, assert_step, assert_was_tiled, attached, compare, drive, small, toy
@@ -259,9 +260,9 @@ def test_an_activations_kink_between_two_roundings() -> None:
     """One token's gradient may differ where its output does not; that of many tokens is no chance."""
     few, many = Kinks(0.0), Kinks(0.5)
     x = BATCH.embeds
-    probe(few, few.forward, (x,), {})
+    probe(few, few.forward, Arguments((x,), {}))
     with pytest.raises(CannotTile, match="gradients of its input"):
-        probe(many, many.forward, (x,), {})
+        probe(many, many.forward, Arguments((x,), {}))
 
 
 class ScalesAGradient(Kinks):
@@ -279,7 +280,7 @@ class ScalesAGradient(Kinks):
 def test_a_kink_excuses_its_token_alone() -> None:
     block = ScalesAGradient(0.0)
     with pytest.raises(CannotTile, match="other gradients of its parameters"):
-        probe(block, block.forward, (BATCH.embeds,), {})
+        probe(block, block.forward, Arguments((BATCH.embeds,), {}))
 
 
 class Routes(Block):
@@ -307,11 +308,11 @@ def test_a_routers_choice_between_equal_scores() -> None:
     """A GEMM of another size rounds otherwise, next to a cut too. A larger difference, or a shift of tokens, is no chance."""
     torch.manual_seed(0)
     x = BATCH.embeds
-    probe(equal := Routes(1e-7), equal.forward, (x,), {})
+    probe(equal := Routes(1e-7), equal.forward, Arguments((x,), {}))
     with pytest.raises(CannotTile, match="tiles choose other experts"):
-        probe(other := Routes(0.1), other.forward, (x,), {})
+        probe(other := Routes(0.1), other.forward, Arguments((x,), {}))
     with pytest.raises(CannotTile, match="outputs than the whole"):
-        probe(shifted := Routes(1e-7, 0.1), shifted.forward, (x,), {})
+        probe(shifted := Routes(1e-7, 0.1), shifted.forward, Arguments((x,), {}))
 
 
 def test_a_layer_that_returns_a_tuple() -> None:

@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import ds_memo
-from ds_memo.tiles import attention_call, probe, refuse
+from ds_memo.tiles import attention_call
+from ds_memo.tiles.check import probe, refuse
 from ds_memo.tiles.slices import Arguments
 from tests import architectures
 from tests.faults import put_in

@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 
-from ds_memo.tiles.around import autocast_now
-from ds_memo.tiles.attention_call import UNDER_A_CHECKPOINT, CannotTile
-from ds_memo.tiles.choices import Choices
-from ds_memo.tiles.weight_gradients import graph_of
+from ds_memo.remat.autocast import autocast_now
+from ds_memo.remat.checkpoint import CannotTile
+from ds_memo.tiles.check.choices import Choices
 
 _NEAR = 4
 """Tokens on each side of a cut, where what mixes tokens shows first."""
@@ -60,19 +59,6 @@ def refuse_others(whole: list[Any], gathered: list[Any], tolerance: float) -> No
         within = 10 * tolerance * scale if math.isfinite(scale) else tolerance
         if not torch.allclose(a.double(), b.double(), tolerance, within, equal_nan=True):
             raise CannotTile("attention gets other values by tiles than by the whole: something before it mixes its tokens")
-
-
-def refuse_other_gradients(results: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]) -> None:
-    """Refuse a layer if autograd leads from its results to other tensors than these leaves: it would end at a tile."""
-    known = {id(leaf) for leaf in leaves}
-    found = [result for result in results if result.requires_grad and result.is_leaf]
-    for node, below in graph_of(results):
-        if not below:
-            found.append(getattr(node, "variable", None))
-        elif node.name() == "CheckpointFunctionBackward":  # a reentrant one
-            raise CannotTile(UNDER_A_CHECKPOINT)
-    if any(leaf is not None and id(leaf) not in known for leaf in found):
-        raise CannotTile("a tensor that is neither its argument nor its parameter needs a gradient")
 
 
 def is_by_token(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> bool:
