@@ -1,16 +1,15 @@
-"""Results: one JSON per run, with versions, device and commit, and one archive of details."""
+"""Results: one JSON per run, with versions, device and commit; and Markdown tables."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
+import re
 import sys
-import tarfile
 import time
 import traceback
-import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +18,27 @@ import torch
 from benchmarks.environment import environment
 
 FOLDER = Path(__file__).parent / "results"
-VERBS = ("first", "check", "speed", "capacity", "planner")
-APART = ("allocator", "flex", "tiles", "tiles_float32")
-"""Parts of `check` that run where --parts names them: their processes import everything, or wait for a compiler."""
+VERBS = ("first", "check", "speed", "capacity")
 NO_TIME = "no time left"
-ARCHIVE_MOST = 12 << 20
-"""Bytes of details: transfers from the machine are limited."""
 
 
 def device_or_exit(name: str, verb: str) -> torch.device:
+    """Return the device of a verb, for which what is compiled is built before anything is timed."""
+    from ds_memo.ops.builder import AllocatorBuilder
+    from ds_memo.plan import search
+
     device = torch.device(name)
+    lacks = None
     if device.type == "cuda" and not torch.cuda.is_available():
-        print(f"{verb}: no CUDA device here; --device cpu tries the harness itself", file=sys.stderr)
+        lacks = "no CUDA device here; --device cpu tries the harness itself"
+    else:
+        try:
+            AllocatorBuilder(device.type).load()
+            search.load()
+        except Exception as error:
+            lacks = f"the allocator op cannot be built: {' '.join(str(error).split())[:1000]}"
+    if lacks is not None:
+        print(f"{verb}: {lacks}", file=sys.stderr)
         raise SystemExit(2)
     return device
 
@@ -100,16 +108,8 @@ class Run:
             self.failures.append(f"{name}: {type(error).__name__}: {str(error)[:500]}")
             return None
 
-    def finish(self, details: Path | None = None) -> int:
-        """Write the final file, update the table if it is in the same folder, and return the exit status.
-
-        Args:
-            details: a folder that goes into an archive of the file's name.
-        """
-        if details is not None and any(details.iterdir()):
-            archive = self.path.with_suffix(".tar.gz")
-            if (left_out := self.attempt("details", pack, details, archive)) is not None:
-                self.found |= {"details": archive.name, "details_left_out": left_out}
+    def finish(self) -> int:
+        """Write the final file, update the table if it is in the same folder, and return the exit status."""
         self.save(unfinished=False)
         say(f"written to {self.path}")
         if self.path.parent == FOLDER:
@@ -118,27 +118,6 @@ class Run:
             update()
         say("\n".join(self.failures) if self.failures else f"{self.found['verb']}: no failures")
         return 1 if self.failures else 0
-
-
-def pack(details: Path, archive: Path, most: int = ARCHIVE_MOST) -> list[str]:
-    """Archive files while there is room, small ones first (traces are large); return the names of the others."""
-    left_out = []
-    with tarfile.open(archive, "w:gz") as into:
-        for path in sorted(details.iterdir(), key=lambda path: path.stat().st_size):
-            most -= len(zlib.compress(path.read_bytes()))
-            if most < 0:
-                left_out.append(path.name)
-            else:
-                into.add(path, path.name)
-    return left_out
-
-
-def end(result: Any, failures: list[str], path: Path | None) -> int:
-    """Write the result of a command that is no verb, if `path` is given, and return the exit status."""
-    if path is not None:
-        path.write_text(json.dumps(result, indent=1) + "\n")
-    say("\n".join(failures) or "all bars met")
-    return 1 if failures else 0
 
 
 def unmeasured(claim: str, why: str) -> dict[str, Any]:
@@ -154,3 +133,9 @@ def say_claims(claims: list[dict[str, Any]]) -> None:
         margin = f", {claim['margin']:.2g} more is noise" if "margin" in claim else ""
         verdict = "held  " if claim["held"] else "MISSED"
         say(f"      {verdict} {claim['claim']}: {claim['value']:.4g} (bar {claim['bar']:g}{margin})")
+
+
+def markdown(head: Iterable[str], rows: Iterable[Iterable[Any]]) -> list[str]:
+    """Return the lines of a table."""
+    first, *lines = [f"| {' | '.join(map(str, cells))} |" for cells in (head, *rows)]
+    return [first, re.sub(r"[^|]+", "---", first), *lines]

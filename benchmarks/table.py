@@ -1,9 +1,8 @@
-"""The tables of benchmarks/README.md, made from the JSON files of CUDA machines in benchmarks/results.
+"""The tables of docs/benchmarks.md, made from the JSON files of CUDA machines in benchmarks/results.
 
-    bash benchmarks/gpu.sh table [FILE …]     copies FILEs (brought from the machine) into benchmarks/results first; archives of
-                                              details among them stay where they are
+    bash benchmarks/gpu.sh table [FILE …]     copies FILEs (brought from the machine) into benchmarks/results first
 
-Nothing between the two markers is typed by hand; without a result there is a sentence that says so.
+Nothing between the two markers is typed by hand.
 """
 
 from __future__ import annotations
@@ -14,17 +13,27 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.results import FOLDER, VERBS
+from benchmarks.results import FOLDER, VERBS, markdown
 from benchmarks.rivals import PLANNED
 from ds_memo.units import GIB
 
-README = Path(__file__).parent / "README.md"
+PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
 BEGIN, END = "<!-- results: made by `bash benchmarks/gpu.sh table` -->", "<!-- end of results -->"
-NONE_YET = "There is no result of a CUDA machine yet.\n"
+REASONS = {
+    "no time": "no time",
+    "void": "void",
+    "OutOfMemoryError": "out of memory",
+    "out of memory": "out of memory",
+    "NothingFits": "does not fit",
+    "MemoError": "does not fit",
+    "MemoryError": "out of memory",
+    "OverBudget": "out of memory",
+}
+"""Cells by what the JSON says."""
 
 
 def load(folder: Path) -> list[tuple[str, dict[str, Any]]]:
-    """(file name, result) of every run on a CUDA device, oldest first."""
+    """Return (file name, result) of every run on a CUDA device, oldest first."""
     found = []
     for path in folder.glob("*.json"):
         data = json.loads(path.read_text())
@@ -34,20 +43,16 @@ def load(folder: Path) -> list[tuple[str, dict[str, Any]]]:
 
 
 def render(results: list[tuple[str, dict[str, Any]]]) -> str:
-    """Markdown: one line per run, then one per point and length of the latest runs."""
-    if not results:
-        return NONE_YET
-    lines = ["| run | device | torch | commit | what came out |", "|---|---|---|---|---|"]
+    """Return Markdown: one line per run, then one per point and length of the latest runs."""
+    rows = []
     for name, data in results:
         here = data["environment"]
-        cells = (f"[{data['verb']}](results/{name})", here["device"], here["torch"], (here["commit"] or "?")[:8], summary(data))
-        lines.append(f"| {' | '.join(cells)} |")
-    speed = [data for _, data in results if data["verb"] == "speed"]
-    if speed:
-        lines += ["", *_points(speed), *_kernels(speed)]
-    capacity = [data for _, data in results if data["verb"] == "capacity"]
-    if capacity:
-        lines += ["", *_longest(capacity)]
+        link = f"[{data['verb']}](../benchmarks/results/{name})"
+        rows.append((link, here["device"], here["torch"], (here["commit"] or "?")[:8], summary(data)))
+    lines = markdown(("run", "device", "torch", "commit", "what came out"), rows)
+    for verb, table in (("speed", _points), ("capacity", _longest)):
+        if runs := [data for _, data in results if data["verb"] == verb]:
+            lines += ["", *table(runs)]
     return "\n".join(lines) + "\n"
 
 
@@ -57,13 +62,12 @@ def summary(data: dict[str, Any]) -> str:
     verdict = f"{len(failures)} failures" if failures else "no failures"
     if data.get("unfinished"):
         verdict = f"ended from outside, {verdict} until then"
-    parts = [data, *data.get("points", ()), *data.get("runs", ())]
-    held = [claim for part in parts for claim in part.get("claims", ())]
-    if held:
-        verdict += f", {sum(claim['held'] for claim in held)} of {len(held)} bars held"
-        if noisy := sum(claim["held"] and "margin" in claim and claim["value"] > claim["bar"] for claim in held):
+    claims = [claim for part in (data, *data.get("points", ())) for claim in part.get("claims", ())]
+    if claims:
+        verdict += f", {sum(claim['held'] for claim in claims)} of {len(claims)} bars held"
+        if noisy := sum(claim["held"] and "margin" in claim and claim["value"] > claim["bar"] for claim in claims):
             verdict += f" ({noisy} within noise)"
-    if nothing := [f"{claim['claim']} ({claim['why']})" for claim in held if "why" in claim]:
+    if nothing := [f"{claim['claim']} ({claim['why']})" for claim in claims if "why" in claim]:
         verdict += f"; not measured: {', '.join(nothing)}".replace("|", "/")
     points, dropped = (
         ", ".join(f"{point['workload']} {_short(point['length'])}" for point in data.get(key, ()) if "length" in point)
@@ -74,48 +78,26 @@ def summary(data: dict[str, Any]) -> str:
 
 def _points(runs: list[dict[str, Any]]) -> list[str]:
     latest: dict[tuple[Any, ...], dict[str, Any]] = {}  # other rivals are another comparison
-    for run in runs:
-        for point in run.get("points", ()):
-            device = point.get("device_budget") or 0
-            latest[point["workload"], point["length"], point["host_budget"], device, tuple(sorted(point["rivals"]))] = point
+    for point in (point for run in runs for point in run.get("points", ())):
+        device = point.get("device_budget") or 0
+        latest[point["workload"], point["length"], point["host_budget"], device, tuple(sorted(point["rivals"]))] = point
     rivals = list(dict.fromkeys(name for point in latest.values() for name in point["rivals"]))
-    lines = ["Median milliseconds of a step:", ""]
-    lines.append(f"| workload | tokens | host GiB | device GiB | {' | '.join(rivals)} | predicted of {PLANNED} |")
-    lines.append("|---" * (len(rivals) + 5) + "|")
+    head = ("workload", "tokens", "host GiB", "device GiB", *rivals, f"predicted of {PLANNED}")
+    rows = []
     for (workload, length, host, device, _), point in sorted(latest.items()):
-        cells = [f"{host / GIB:.0f}", f"{device / GIB:g}" if device else "all"]
-        cells += [_step(point["rivals"].get(name)) for name in rivals]
-        lines.append(f"| {workload} | {_short(length)} | {' | '.join(cells)} | {_predicted(point)} |")
-    return lines
-
-
-def _kernels(runs: list[dict[str, Any]]) -> list[str]:
-    """Attention at each length, of the latest run that has it; the kernel that PyTorch picks is marked."""
-    points = next((run["attention"]["points"] for run in reversed(runs) if (run.get("attention") or {}).get("points")), [])
-    if not points:
-        return []
-    names = list(dict.fromkeys(name for point in points for name in point["kernels"]))
-    lines = ["", 'Attention, TFLOP/s forward / backward (**picked** where "attention" is absent):', ""]
-    lines += [f"| tokens | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
-    for point in points:
-        cells = []
-        for name in names:
-            row = point["kernels"].get(name, {})
-            rates = f"{row['forward_tflops']:.0f} / {row['backward_tflops']:.0f}" if "forward_tflops" in row else "–"
-            cells.append(f"**{rates}**" if name == point["picked"] else rates)
-        lines.append(f"| {_short(point['length'])} | {' | '.join(cells)} |")
-    return lines
+        where = (workload, _short(length), f"{host / GIB:.0f}", f"{device / GIB:g}" if device else "all")
+        rows.append((*where, *(_step(point["rivals"].get(name)) for name in rivals), _predicted(point)))
+    return ["Median milliseconds of a step:", "", *markdown(head, rows)]
 
 
 def _longest(runs: list[dict[str, Any]]) -> list[str]:
-    lines = ["Longest trainable length:", "", "| workload | device GiB | host GiB | rival | tokens | step s |", "|---" * 6 + "|"]
-    for run in runs:
-        for row in run.get("rivals", ()):
-            what = (row["workload"], f"{row['device_bytes'] / GIB:.0f}", f"{row['host_bytes'] / GIB:.0f}", row["rival"])
-            step = row.get("step_s")
-            end = (_length(row), "–" if step is None else f"{step:.2f}")
-            lines.append(f"| {' | '.join((*what, *end))} |")
-    return lines
+    rows = []
+    for row in (row for run in runs for row in run.get("rivals", ())):
+        step = "–" if row.get("step_s") is None else f"{row['step_s']:.2f}"
+        gib = (f"{row[name] / GIB:.0f}" for name in ("device_bytes", "host_bytes"))
+        rows.append((row["workload"], *gib, row["rival"], _length(row), step))
+    head = ("workload", "device GiB", "host GiB", "rival", "tokens", "step s")
+    return ["Longest trainable length:", "", *markdown(head, rows)]
 
 
 def _length(row: dict[str, Any]) -> str:
@@ -144,56 +126,29 @@ def _predicted(point: dict[str, Any]) -> str:
 
 def _why(out: str) -> str:
     """Return the reason in two or three words; the JSON has all of it."""
-    reasons = {
-        "no time": "no time",
-        "void": "void",
-        "is not installed": "not installed",
-        "not tried": "not tried: host",
-        "OutOfMemoryError": "out of memory",
-        "out of memory": "out of memory",
-        "NothingFits": "does not fit",
-        "MemoError": "does not fit",
-        "MemoryError": "out of memory",
-        "OverBudget": "out of memory",
-    }
-    return next((short for said, short in reasons.items() if said in out), "broke")
+    return next((short for said, short in REASONS.items() if said in out), "broke")
 
 
 def _short(tokens: int) -> str:
     return f"{tokens // 1024}K" if tokens % 1024 == 0 else str(tokens)
 
 
-def update(readme: Path = README, folder: Path = FOLDER) -> None:
-    """Write the tables between the markers.
-
-    Raises:
-        ValueError: the markers are not there.
-    """
-    text = readme.read_text()
-    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
-        raise ValueError(f"{readme}: the lines {BEGIN!r} and {END!r} must be there once each, in this order")
-    before, rest = text.split(BEGIN)
-    readme.write_text(f"{before}{BEGIN}\n{render(load(folder))}{END}{rest.split(END)[1]}")
+def update(page: Path = PAGE, folder: Path = FOLDER) -> None:
+    """Write the tables between the markers."""
+    before, rest = page.read_text().split(BEGIN)
+    page.write_text(f"{before}{BEGIN}\n{render(load(folder))}{END}{rest.split(END)[1]}")
 
 
 def main(arguments: list[str]) -> int:
-    for name in arguments:
-        path = Path(name)
-        if path.name.endswith(".tar.gz"):
-            continue
-        try:
-            data = json.loads(path.read_text())
-            good = isinstance(data, dict) and data.get("verb") in VERBS and "environment" in data
-        except (OSError, ValueError) as error:
-            print(f"table: {name} cannot be read: {error}", file=sys.stderr)
-            return 2
-        if not good:
-            print(f"table: {name} is no result of {', '.join(VERBS)}", file=sys.stderr)
+    for path in map(Path, arguments):
+        data = json.loads(path.read_text())
+        if not isinstance(data, dict) or data.get("verb") not in VERBS or "environment" not in data:
+            print(f"table: {path} is no result of {', '.join(VERBS)}", file=sys.stderr)
             return 2
         if path.resolve().parent != FOLDER.resolve():
             shutil.copy(path, FOLDER / path.name)
     update()
-    print(f"written to {README}")
+    print(f"written to {PAGE}")
     return 0
 
 

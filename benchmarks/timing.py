@@ -73,12 +73,6 @@ class Trainer:
         """Return the seconds of one step; on CUDA between events on the stream."""
         return seconds(lambda: self.step(installed), self.ids.device)
 
-    def layer_forward_s(self, layers: int) -> float:
-        """Return the seconds of one layer's forward, with nothing saved."""
-        with torch.no_grad():
-            loss_of(self.model, self.ids)
-            return min(seconds(lambda: loss_of(self.model, self.ids), self.ids.device) for _ in range(2)) / layers
-
 
 def seconds(work: Callable[[], Any], device: torch.device) -> float:
     if device.type != "cuda":

@@ -2,12 +2,10 @@
 
     gpt7b      GPT-NeoX, rotary, GELU tanh: h 4096, 32 heads, ffn 16384
     llama8b    Llama-3-8B's shape: h 4096, 32 heads, 8 of them for keys and values, ffn 14336
-    ulysses8   one rank of Ulysses-8 with gpt7b's layers: token-wise parts on s/8 rows, attention on s rows with 4 heads; the
-               all-to-alls are local permutes of the same bytes
     qwen3next  Qwen3-Next-80B-A3B's shape with dense MLPs: h 2048, three layers of the gated delta rule and one of attention
     nemotronh  Nemotron-H-8B's shape: h 4096, layers "M-M*-M" of its pattern, of Mamba-2 (M), MLP (-) and attention (*)
 
-Attention runs through one function for every rival, `core`, which the transformers attention registry leads to. On a CPU the
+Attention runs through one function for every rival, `sdpa`, which the transformers attention registry leads to. On a CPU the
 same shapes shrink by one table of sizes.
 """
 
@@ -21,14 +19,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from ds_memo.hf.model_flops import model_flops, sequence_flops
+from ds_memo.remat.op_policy import ATTENTION
 from ds_memo.sequence.catch_mixers import calls_mixers
 
-Core = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, int], torch.Tensor]
-"""q, k, v (b, heads, rows, d), scale, ranks → (b, rows, heads, d)."""
-NAMES = ("gpt7b", "llama8b", "ulysses8")
+Core = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
+"""q, k, v (b, heads, rows, d), scale → (b, heads, rows, d)."""
+NAMES = ("gpt7b", "llama8b")
 HYBRIDS = ("qwen3next", "nemotronh")
 """Most layers mix tokens by a scan. The emulator's suite alone trains them."""
 LOGITS = 16
@@ -53,10 +52,7 @@ class Shape:
     family: str
     layers: int
     lengths: tuple[int, ...]
-    """Tokens of the whole sequence, over all ranks."""
     size: Size
-    ranks: int = 1
-    """Ranks of sequence parallelism, this process among them."""
 
 
 def gpt_shape(layers: int, hidden: int, heads: int, lengths: tuple[int, ...]) -> Shape:
@@ -73,15 +69,13 @@ def shapes(device: torch.device) -> dict[str, Shape]:
     """The table of sizes: those of the claims on CUDA, tiny ones that try the harness elsewhere."""
     if device.type == "cuda":
         one = tuple(n * _K for n in (16, 32, 64, 128))
-        eight = tuple(n * _K for n in (64, 128, 256, 512))
         gpt, llama = _GPT, _LLAMA
     else:
-        one, eight = (48, 96), (192, 384)
+        one = (48, 96)
         gpt, llama = _SMALL_GPT, _SMALL_LLAMA
     found = [
         Shape("gpt7b", "gpt", 6, one, gpt),
         Shape("llama8b", "llama", 6, one, llama),
-        Shape("ulysses8", "gpt", 8, eight, gpt, ranks=8),
         Shape("qwen3next", "qwen3next", 4, one, Size(2048, 16, 2, 5120) if device.type == "cuda" else Size(32, 4, 2, 64)),
         Shape("nemotronh", "nemotronh", 6, one, Size(4096, 32, 8, 21504) if device.type == "cuda" else Size(32, 4, 2, 64)),
     ]
@@ -102,7 +96,7 @@ def build(shape: Shape, device: torch.device) -> nn.Module:
         "num_hidden_layers": shape.layers,
         "num_attention_heads": size.heads,
         "max_position_embeddings": max(shape.lengths),
-        "attn_implementation": "bench" if shape.ranks == 1 else f"bench_ulysses{shape.ranks}",
+        "attn_implementation": "bench",
         "use_cache": False,
     }
     torch.manual_seed(0)
@@ -158,34 +152,14 @@ def born_as(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def tokens_of(shape: Shape, length: int) -> int:
-    """Rows of this process."""
-    if length % shape.ranks:
-        raise ValueError(f"{shape.name}: {length} tokens do not divide over {shape.ranks} ranks")
-    return length // shape.ranks
-
-
 def batch(shape: Shape, length: int, device: torch.device) -> torch.Tensor:
-    """Token ids (1, rows of this process)."""
+    """Return random token ids (1, length)."""
     generator = torch.Generator().manual_seed(1)
-    return torch.randint(0, 512, (1, tokens_of(shape, length)), generator=generator).to(device)
+    return torch.randint(0, 512, (1, length), generator=generator).to(device)
 
 
 def loss_of(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
     return model(input_ids=ids, use_cache=False, logits_to_keep=LOGITS).logits.float().square().mean()
-
-
-def step_flops(shape: Shape, length: int) -> float:
-    """Forward and backward of this process, recomputation not counted."""
-    size, n = shape.size, shape.layers
-    if shape.name in HYBRIDS:
-        flops = model_flops(build(shape, torch.device("meta")), length)
-        assert flops is not None
-        return flops
-    gated = 3 if shape.family == "llama" else 2
-    kv = size.hidden * size.kv_heads // size.heads
-    parameters = n * (2 * size.hidden * (size.hidden + kv) + gated * size.hidden * size.ffn)
-    return sequence_flops(length, parameters, n, size.hidden) / shape.ranks
 
 
 # ---- attention
@@ -196,12 +170,6 @@ _instead: Core | None = None
 def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
     """Causal attention over (b, heads, s, d)."""
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
-
-
-def core(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, ranks: int) -> torch.Tensor:
-    """Attention over the whole sequence; inputs and output are this rank's part of it."""
-    q, k, v = (heads_to_ranks(x, ranks) for x in (q, k, v))
-    return ranks_to_heads(sdpa(q, k, v, scale), ranks)
 
 
 @contextlib.contextmanager
@@ -215,29 +183,23 @@ def attention_through(function: Core) -> Iterator[None]:
         _instead = before
 
 
-def traded(x: torch.Tensor) -> torch.Tensor:
-    """Stand for the all-to-all of (ranks, …): this process keeps its bytes."""
-    return x
+def _attention(
+    module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: None, scaling: float, **_: Any
+) -> tuple[torch.Tensor, None]:
+    return (_instead or sdpa)(q, k, v, scaling).transpose(1, 2).contiguous(), None
 
 
-def heads_to_ranks(x: torch.Tensor, ranks: int) -> torch.Tensor:
-    """(b, heads, rows, d) → (b, heads/ranks, ranks·rows, d), as the all-to-all in front of attention moves bytes."""
-    if ranks == 1:
-        return x
-    return traded(x.unflatten(1, (ranks, -1)).movedim(1, 0)).movedim(0, 2).contiguous().flatten(2, 3)
+AttentionInterface.register("bench", _attention)
 
 
-def ranks_to_heads(x: torch.Tensor, ranks: int) -> torch.Tensor:
-    """The way back: (b, heads/ranks, ranks·rows, d) → (b, rows, heads, d), contiguous."""
-    return traded(x.unflatten(2, (ranks, -1)).movedim(2, 0)).permute(1, 3, 0, 2, 4).flatten(2, 3).contiguous()
+class AttentionOps(TorchDispatchMode):
+    """Names of the attention kernels that run, as PyTorch's."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
 
-def _attention(ranks: int) -> Callable[..., Any]:
-    def attention(module: nn.Module, q: Any, k: Any, v: Any, mask: None, scaling: float, **_: Any) -> tuple[torch.Tensor, None]:
-        return (_instead or core)(q, k, v, scaling, ranks), None
-
-    return attention
-
-
-AttentionInterface.register("bench", _attention(1))
-AttentionInterface.register("bench_ulysses8", _attention(8))
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func in ATTENTION:
+            self.names.append(func.name())
+        return func(*args, **(kwargs or {}))

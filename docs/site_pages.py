@@ -8,13 +8,15 @@ from __future__ import annotations
 import posixpath
 import re
 import textwrap
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
 
 REPO = Path(__file__).parents[1]
-OUTSIDE = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md", "ds_configs/README.md")
+OUTSIDE = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "ds_configs/README.md")
 _NOTE = re.compile(r"^> \[!(NOTE|WARNING)\]\n((?:>.*\n?)+)", re.MULTILINE)
 _TITLE = re.compile(r"\*\*(.+)\*\*\n\n")
 _LINK = re.compile(r"(?<!`)(!?)\[([^\]]*)\]\(([^)\s:]+)\)")
@@ -27,6 +29,9 @@ def on_files(files: Any, config: Any) -> Any:
         for inside in (path, *(posixpath.normpath(posixpath.join(posixpath.dirname(path), picture)) for picture in pictures)):
             if not inside.startswith("docs/"):
                 files.append(File.generated(config, inside, abs_src_path=str(REPO / inside)))
+    destinations = Counter(file.dest_uri for file in files)
+    if twice := [file.src_uri for file in files if destinations[file.dest_uri] > 1]:  # mkdocs would write one over the other
+        raise PluginError(f"pages with one address: {', '.join(twice)}")
     return files
 
 

@@ -98,7 +98,10 @@ def load(library: Library, opened: Callable[[str], T], deadline: float = float("
                 if (loaded := _kept(path, opened, warn)) is not None:  # another process has compiled it meanwhile
                     return loaded
             except NotPrivate as error:
-                warn(f"{error}; {library.name} is compiled for this process alone, at every start")
+                warn(
+                    f"{error}; {library.name} is compiled for this process alone, at every start. "
+                    "Make the folder yours alone, or set XDG_CACHE_HOME to one that is"
+                )
                 folder = path = None
             scratch = held.enter_context(scratch_folder(_SCRATCH if folder else "ds_memo-build-", folder))
             made = _compiled(library, cxx, scratch, deadline)

@@ -180,7 +180,7 @@ def memo_config(section: Mapping[str, Any] | MemoConfig) -> MemoConfig:
     if isinstance(section, MemoConfig):
         return section
     if not isinstance(section, Mapping):
-        raise MemoConfigError(f'"{SECTION}" must be a JSON object, got {brief(section)}')
+        raise MemoConfigError(f'"{SECTION}" must be a JSON object, got {brief(section)}; expected one like {{"enabled": true}}')
     try:
         config = MemoConfig(**{str(key): value for key, value in _renamed(section).items()})
     except ValidationError as error:

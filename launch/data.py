@@ -54,13 +54,13 @@ class HFTokenizer:
         from transformers import AutoTokenizer
 
         if not directory.is_dir():
-            raise DataError(f"no tokenizer directory at {directory}")
+            raise DataError(f"no tokenizer directory at {directory}; check --tokenizer")
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
         except (OSError, ValueError) as error:
-            raise DataError(f"no tokenizer in {directory}: {str(error).splitlines()[0]}") from error
+            raise DataError(f"no tokenizer in {directory} ({str(error).splitlines()[0]}); check --tokenizer") from error
         if self._tokenizer.eos_token_id is None:
-            raise DataError(f"the tokenizer in {directory} has no end-of-sequence token")
+            raise DataError(f"the tokenizer in {directory} has no end-of-sequence token; choose one that has")
         self.vocab_size, self.eos = len(self._tokenizer), self._tokenizer.eos_token_id
 
     def encode(self, text: str) -> np.ndarray:
@@ -83,14 +83,14 @@ def read_documents(sources: list[Path]) -> Iterator[str]:
     """
     for source in sources:
         if not source.exists():
-            raise DataError(f"no data found at {source}")
+            raise DataError(f"no data found at {source}; check --data")
         files = [source] if source.is_file() else sorted(p for p in source.rglob("*") if _wanted(p, source))
         for file in files:
             try:
                 text = file.read_text(encoding="utf-8")
             except UnicodeDecodeError:
                 if file is source:
-                    raise DataError(f"{file} is not UTF-8 text") from None
+                    raise DataError(f"{file} is not UTF-8 text; convert or remove it") from None
                 continue
             if file.suffix == ".jsonl":
                 yield from _jsonl_documents(file, text)
@@ -178,7 +178,7 @@ def load_windows(
     """
     encoded = [np.append(tokenizer.encode(text), np.int32(tokenizer.eos)) for text in documents]
     if len(encoded) < 2:
-        raise DataError(f"no data found: {len(encoded)} documents, at least 2 are needed (one to validate on)")
+        raise DataError(f"no data found: {len(encoded)} documents, expected at least 2 (one to validate on)")
     order = np.random.default_rng(seed).permutation(len(encoded))
     held_out = max(1, round(VALIDATION_SHARE * len(encoded)))
     parts = {"validation": order[:held_out], "training": order[held_out:]}
@@ -190,6 +190,6 @@ def load_windows(
         if not len(windows[name]):
             raise DataError(
                 f"data too small: the {name} part has {len(windows[name].tokens)} tokens, "
-                f"--seq-length {seq_length} needs {seq_length + 1}"
+                f"--seq-length {seq_length} needs {seq_length + 1}: add data, or shorten it"
             )
     return windows["training"], windows["validation"]

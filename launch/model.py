@@ -27,13 +27,15 @@ def load_config(path: Path) -> PreTrainedConfig:
         ModelError: Where nothing is there, it is no model configuration, or the model is not a causal LM.
     """
     if not path.exists():
-        raise ModelError(f"no model configuration at {path}")
+        raise ModelError(f"no model configuration at {path}; check --model")
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True)
     except (OSError, ValueError, TypeError, StrictDataclassError) as error:
-        raise ModelError(f"{path} is not a model configuration: {str(error).splitlines()[0]}") from error
+        raise ModelError(
+            f"{path} is not a model configuration, expected one of Hugging Face: {str(error).splitlines()[0]}"
+        ) from error
     if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        raise ModelError(f"{path} is not a causal language model (model_type {config.model_type!r})")
+        raise ModelError(f"{path} is not a causal language model, as expected (model_type {config.model_type!r})")
     return config
 
 
@@ -58,19 +60,26 @@ def build(path: Path, config: PreTrainedConfig, ds_config: dict, dtype: torch.dt
             )
         return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
     except (OSError, ValueError, ImportError) as error:
-        raise ModelError(f"cannot build {path}: {str(error).splitlines()[0]}") from error
+        raise ModelError(f"cannot build {path}, correct its configuration: {str(error).splitlines()[0]}") from error
 
 
-def check_packing(model: nn.Module) -> None:
+def check_packing(model: nn.Module, ranks: int) -> None:
     """Refuse a model that is not known to keep packed documents apart by their position_ids.
+
+    Where `ranks` share a sequence, convolutions and scans go by ds_memo's borders of documents. It refuses other models itself.
 
     Raises:
         ModelError: With the reason.
     """
+    if ranks > 1:
+        return
     config = model.config.get_text_config()
     types = {*(getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ())}
     reason = ", ".join(sorted(types - KEEP_DOCUMENTS_APART))
     if "position_ids" not in inspect.signature(model.base_model.forward).parameters:
         reason = "no position_ids"
     if reason:
-        raise ModelError(f"--pack: {type(model).__name__} is not known to keep documents apart ({reason})")
+        raise ModelError(
+            f"--pack: {type(model).__name__} is not known to keep documents apart ({reason}). "
+            'Leave --pack out, or set "sequence_parallel_size" to 2 or more'
+        )

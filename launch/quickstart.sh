@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # One command on a fresh machine: set everything up, then train a small model on real text twice, with memo and without,
 # and compare the two runs.   bash launch/quickstart.sh
+# launch/text is Shakespeare, in the public domain: the first 193 KB of Tiny Shakespeare (karpathy/char-rnn), in eight files.
 # Settings by environment: STEPS (10), SEQ (2048 tokens), OUT (runs/quickstart).
 set -euo pipefail
 EXTRA=hf . "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
@@ -18,7 +19,7 @@ export PYTHONWARNINGS=ignore::FutureWarning  # torch's about names that DeepSpee
 
 train() {
     "$PYTHON" -m deepspeed.launcher.runner --log_level warning --num_gpus "$RANKS" --master_port "$(free_port)" launch/train.py \
-        --deepspeed_config "$CONFIG" --model ds_configs/models/tiny.json --seq-length "$SEQ" --steps "$STEPS" "$@"
+        --deepspeed_config "$CONFIG" --model ds_configs/models/tiny.json --data launch/text --seq-length "$SEQ" --steps "$STEPS" "$@"
 }
 free_port() { "$PYTHON" -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])'; }
 

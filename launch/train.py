@@ -93,7 +93,7 @@ def check_outputs(args: argparse.Namespace) -> None:
             folder.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=folder).close()
         except OSError as error:
-            raise UsageError(f"{option}: {folder} cannot be written to ({error.strerror})") from error
+            raise UsageError(f"{option}: {folder} cannot be written to ({error.strerror}); choose another folder") from error
 
 
 def read_ds_config(path: Path, no_memo: bool) -> dict:
@@ -104,13 +104,13 @@ def read_ds_config(path: Path, no_memo: bool) -> dict:
         MemoConfigError: Where the "memo" section is wrong; before a model is made, which may take minutes.
     """
     if not path.is_file():
-        raise UsageError(f"no DeepSpeed configuration at {path}")
+        raise UsageError(f"no DeepSpeed configuration at {path}; check --deepspeed_config")
     try:
         config = json.loads(path.read_text())
     except json.JSONDecodeError as error:
-        raise UsageError(f"{path} is not JSON: {error}") from error
+        raise UsageError(f"{path} is not JSON, as expected: {error}") from error
     if not isinstance(config, dict) or "optimizer" not in config:
-        raise UsageError(f'{path} needs an "optimizer" section')
+        raise UsageError(f'{path} has no "optimizer" section; add one')
     if no_memo:
         config.pop("memo", None)
     memo_config(config.get("memo", {}))
@@ -232,11 +232,11 @@ class Run:
         """
         path, state = self.engine.load_checkpoint(self.args.resume)
         if path is None:
-            raise UsageError(f"no checkpoint in {self.args.resume}")
+            raise UsageError(f"no checkpoint in {self.args.resume}; check --resume")
         for name in ("seed", "seq_length"):
             if state[name] != getattr(self.args, name):
                 option, value = name.replace("_", "-"), getattr(self.args, name)
-                raise UsageError(f"{self.args.resume} was trained with --{option} {state[name]}, not {value}")
+                raise UsageError(f"{self.args.resume} was trained with --{option} {state[name]}, not {value}; use the same")
         self.samples = state["samples"]
 
 
@@ -246,16 +246,19 @@ def start(args: argparse.Namespace) -> Run:
     config = hf.load_config(args.model)
     positions = hf.max_positions(config)
     if positions is not None and args.seq_length > positions:
-        raise UsageError(f"--seq-length {args.seq_length} is longer than the model's {positions} positions")
+        raise UsageError(
+            f"--seq-length {args.seq_length} is longer than the model's {positions} positions: "
+            "shorten it, or raise max_position_embeddings"
+        )
     sp = sequence.size_in(ds_config)
     if sp > 1:
         sequence.check(sp, ds_config.get("memo", {}).get("ulysses_size"), int(os.environ.get("WORLD_SIZE", 1)))
     if args.resume and not args.resume.is_dir():
-        raise UsageError(f"no checkpoint in {args.resume}")
+        raise UsageError(f"no checkpoint in {args.resume}; check --resume")
     tokenizer = long_data.HFTokenizer(args.tokenizer) if args.tokenizer else long_data.ByteTokenizer()
     vocab = config.get_text_config().vocab_size
     if tokenizer.vocab_size > vocab:
-        raise UsageError(f"the tokenizer has {tokenizer.vocab_size} tokens, the model's vocabulary only {vocab}")
+        raise UsageError(f"the tokenizer has {tokenizer.vocab_size} tokens, the model's vocabulary only {vocab}; use the model's")
     documents = long_data.read_documents(args.data or [long_data.standard_library()])
     training, validation = long_data.load_windows(documents, tokenizer, args.seq_length, args.seed, args.pack)
     check_outputs(args)  # last: what is refused leaves no folders behind
@@ -264,7 +267,7 @@ def start(args: argparse.Namespace) -> Run:
     torch.manual_seed(args.seed)  # the same weights on every rank
     model = hf.build(args.model, config, ds_config, dtype_of(ds_config), args.attn_implementation)
     if args.pack:
-        hf.check_packing(model)
+        hf.check_packing(model, sp)
     if getattr(config.get_text_config(), "output_router_logits", False):
         raise UsageError(f"{type(model).__name__}: this script adds no router loss; set output_router_logits to false")
     flops = None if args.pack else model_flops(model, args.seq_length)  # attention's depend on the documents
@@ -277,7 +280,9 @@ def train(run: Run) -> None:
     if args.resume:
         run.resume()
         if engine.global_steps >= args.steps:
-            raise UsageError(f"{args.resume} is at step {engine.global_steps} already; --steps counts those before it, too")
+            raise UsageError(
+                f"{args.resume} is at step {engine.global_steps} already; --steps counts those before it, too: raise it"
+            )
     peak = PeakBytes(engine.device) if args.metrics_json else None
     steps, validations = [], []
     batches = run.batches(run.training, run.samples, shuffle=True)

@@ -1,8 +1,9 @@
-"""Which cases of a test run every day."""
+"""Which cases of a test there are, and which run every day."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import itertools
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -26,3 +27,18 @@ def everyday(cases: Iterable[Any], daily: Collection[Any], slow: Collection[Any]
         return [pytest.mark.slow] if slow is None or case in slow else [pytest.mark.slow, pytest.mark.sweep]
 
     return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=marks(case)) for case in cases]
+
+
+def pairs(*settings: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Return cases in which any two values of two settings meet, found greedily, in place of the whole product."""
+    product = list(itertools.product(*map(enumerate, settings)))
+
+    def met(case: tuple) -> set[tuple]:
+        return set(itertools.combinations([(setting, number) for setting, (number, _) in enumerate(case)], 2))
+
+    todo, cases = set().union(*map(met, product)), []
+    while todo:
+        case = max(product, key=lambda case: len(met(case) & todo))
+        todo -= met(case)
+        cases.append(tuple(value for _, value in case))
+    return cases

@@ -1,6 +1,7 @@
-"""Every message that ds_memo and launch warn with or raise, read from the source.
+"""Every message that ds_memo and launch warn with or raise, read from the source, and what each of them must have.
 
-A message is returned as a template: `…` stands for a value that the program fills in.
+A message is returned as a template: `…` stands for a value that the program fills in. It says what was seen and what to do:
+`says_what_to_do` looks for the verb of a cure at the begin of a clause, for what is expected, or for how the run goes on.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ ELSEWHERE = {
     ("ds_memo/errors.py", "f'ds_memo: {message}'"): "passes a text on",
     ("ds_memo/runtime/parts.py", "message"): "passes a text on",
     ("ds_memo/runtime/steps.py", "message"): "passes a text on",
-    ("ds_memo/remat/checkpoint.py", "f'layer {layer.name}: {reason}'"): "of remat/diagnostics.py and compiled_layers/layers.py",
+    ("ds_memo/remat/layer_host.py", "f'layer {layer.name}: {reason}'"): "of remat/diagnostics.py and compiled_layers/layers.py",
     (
         "ds_memo/autotune/policy.py",
         "host_too_small(f'{swapped} swapped layers like {layer.name}', need, least, budget, fits)",
@@ -33,6 +34,46 @@ ELSEWHERE = {
     ("ds_memo/solve/refusals.py", "f'{what}: {missing}. What helps: {ranks}, {others}.'"): "worded in nothing_fits()",
 }
 """Texts that are put together in several steps."""
+
+
+VERBS = """
+    add attach begin build call check choose clone convert correct cut detach drop end export fix free give install join keep
+    leave let load look lower make mend merge move name number pad pass pip print quote raise read register remove report run
+    send set shorten start switch take train try turn use wait watch wrap write
+"""
+_CURE = re.compile(rf"(?:^|[.;:,(] |\b(?:and|or|then) )(?:{'|'.join(VERBS.split())})\b", re.IGNORECASE)
+_GOES_ON = re.compile(
+    r"\b(?:expected|allowed|goes on|needs nothing|again|anew|helps?|whole|stays in|(?:is|are) used|measured at)\b"
+)
+_DEFECT = "a defect of ds_memo, which no user can cause"
+_PASSED_ON = "the value that ends it says what to do"
+_MEASURING = "stands inside `no profile could be made (…)`, which says what to set"
+NO_CURE = {
+    "frame … cannot go from '…' to '…'": _DEFECT,
+    "frame … was read while '…'; only a 'ready' frame can be read": _DEFECT,
+    "the simulated machine lacks …": _DEFECT,
+    "the host slab was closed while … bytes of it were allocated": _DEFECT,
+    "a block in files cannot go from '…' to '…'": _DEFECT,
+    "layer … has nothing to train": _MEASURING,
+    "layer … runs other products each time (parts are skipped, experts in a loop)": _MEASURING,
+    "… ran a training forward without calling a layer": _MEASURING,
+    "layer … takes no hidden states (batch, length, …) that a profile could vary": _MEASURING,
+    "layer … has … GiB of parameters, … GiB of the device are free": _MEASURING,
+    "cannot write …: …": _PASSED_ON,
+    "cannot read …: …": _PASSED_ON,
+    "rank … could not … its file in …: …": "stands inside the two messages of nvme/home.py",
+    "… was given to ds_memo.keep_whole, but …": _PASSED_ON,
+    "layer calls are recomputed for which the system has no host memory: …": _PASSED_ON,
+    "memo.head_groups: … groups are not used in …'s attention: …": _PASSED_ON,
+    "host memory: … needs … GiB more; …": _PASSED_ON,
+    "… Those of memo.nvme are not enough: ….": _PASSED_ON,
+}
+"""Messages that name no cure, and why."""
+
+
+def says_what_to_do(message: str) -> bool:
+    """Return True if the message names a cure, what is expected, or how the run goes on."""
+    return bool(_CURE.search(message) or _GOES_ON.search(message))
 
 
 def messages() -> Iterator[tuple[str, str]]:

@@ -4,63 +4,55 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import json
 import pkgutil
 import re
 import subprocess
 import sys
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import get_args
+from urllib.parse import unquote
 
 import pytest
 from pydantic import BaseModel
 
+from benchmarks import picture
 from ds_memo.cli.main import VERBS
 from ds_memo.config import MemoConfig
 from tests import support
-from tests.messages import messages
+from tests.messages import NO_CURE, messages, says_what_to_do
 
 REPO = Path(__file__).parents[1]
 PAGES = sorted(
     [*REPO.glob("*.md"), *REPO.glob("docs/*.md"), *REPO.glob("*/README.md"), *REPO.glob(".github/**/*.md")],
 )
-INTERNAL = {
-    "frame … cannot go from '…' to '…'": "a defect of ds_memo: the swap engine took a wrong step",
-    "frame … was read while '…'; only a 'ready' frame can be read": "likewise",
-    "the simulated machine lacks …": "a defect of ds_memo: the solver's placements do not fit",
-    "the host slab was closed while … bytes of it were allocated": "likewise",
-    "a block in files cannot go from '…' to '…'": "a defect of ds_memo: the engine with files took a wrong step",
-}
-"""Messages that no user can cause. They are for a bug report, and docs/troubleshooting.md leaves them out."""
 
 
-def rows(page: str) -> list[str]:
-    """Return the first cell, in code quotes, of every row of the page's tables."""
-    return re.findall(r"^\| `([^`]+)`", (REPO / "docs" / page).read_text(), re.MULTILINE)
+def test_every_message_says_what_was_seen_and_what_to_do():
+    texts = {text: path for path, text in messages()}
+    silent = [f"{path}: {text}" for text, path in texts.items() if text not in NO_CURE and not says_what_to_do(text)]
+    assert not silent, "no cure, nothing expected, nor how the run goes on:\n" + "\n".join(silent)
+    short = [text for text in texts if len(re.findall(r"\w+", text)) < 3 and text not in NO_CURE]
+    assert not short, "too short to say what was seen"
+    assert set(NO_CURE) <= texts.keys()
+    assert not [text for text in NO_CURE if says_what_to_do(text)]
 
 
-def has(row: str, template: str) -> bool:
-    """Return True if a message begins with the row: its parts in this order, and anything for each `…`."""
-    parts = [re.escape(part.strip()) for part in row.replace('"', "").split("…")]
-    return re.match(".*".join(parts), template.replace('"', "")) is not None
-
-
-def test_every_message_has_a_row():
-    known = rows("troubleshooting.md")
-    missing = [f"{path}: {text}" for path, text in messages() if text not in INTERNAL and not any(has(r, text) for r in known)]
-    assert not missing, "docs/troubleshooting.md lacks:\n" + "\n".join(missing)
-
-
-def test_every_row_has_a_message():
-    """Rows of messages that are gone or reworded must go."""
-    templates = [text for _, text in messages()]
-    sources = [re.sub(r'"\s*\n\s*f?"', "", path.read_text()) for path in (REPO / "ds_memo").rglob("*.py")]
-    gone = []
-    for row in rows("troubleshooting.md"):
-        words = max(row.split("…"), key=len).strip()
-        if not any(has(row, text) for text in templates) and not any(words in source for source in sources):
-            gone.append(row)
+def test_messages_in_troubleshooting_exist():
+    """A symptom that quotes a message has its words."""
+    quoted = re.findall(r"`((?:\w+ ){3}[^`]+)`", (REPO / "docs/troubleshooting.md").read_text())
+    texts = [text.replace('"', "") for _, text in messages()]
+    source = "".join(path.read_text() for path in (REPO / "ds_memo").rglob("*.py"))
+    gone = [words for words in quoted if not any(has(words, text) for text in texts) and words not in source]
+    assert len(quoted) > 10
     assert not gone, gone
-    assert set(INTERNAL) <= set(templates)
+
+
+def has(words: str, template: str) -> bool:
+    """Return True if a message has these words: the parts in this order, and anything for each `…`."""
+    parts = [re.escape(part.strip()) for part in words.replace('"', "").split("…")]
+    return re.search(".*".join(parts), template) is not None
 
 
 def fields(model: type[BaseModel], prefix: str = "") -> dict[str, object]:
@@ -139,6 +131,71 @@ def test_the_support_matrix_is_that_of_the_tests():
     assert support.PAGE.read_text() == support.page(), "python -m tests.support writes it anew"
 
 
+DENIED = [
+    re.compile(words, re.IGNORECASE)
+    for words in (
+        r"\bno (?:\w+ )?results? (?:of|from|on) (?:a |any )?GPUs?\b",
+        r"\b(?:nothing|none of (?:it|this)) (?:has |was |is )?(?:ever )?(?:run|ran|tested|measured) on (?:a |any )?GPUs?\b",
+        r"\bon (?:a |any )?GPUs? (?:everything|all of it|all) is untested\b",
+        r"\bnever (?:run|ran|tested) on (?:a |any )?GPUs?\b",
+        r"\b(?:hybrids?|convolutions|scans)\b[^.|]*\b(?:are|is) refused (?:on|with|by) (?:ranks|sequence)",
+        r"\b(?:packed documents|ZeRO-[0-3]|NVMe|LoRA)\b[^.|]*\b(?:is|are) untested\b",
+    )
+]
+"""Sentences that results or tests refute: GPUs' results stand in benchmarks/results, exact settings in tests/support.py."""
+
+
+def test_pages_deny_no_result():
+    results = [json.loads(path.read_text()) for path in (REPO / "benchmarks/results").glob("*cuda*.json")]
+    assert any("NVIDIA" in json.dumps(result.get("environment", {})) for result in results)
+    by_ranks = json.loads(support.FAMILIES.read_text())
+    assert all(by_ranks[ranks]["qwen3_next"] == by_ranks[ranks]["nemotron_h"] == "exact" for ranks in ("2", "4"))
+    texts = {page: " ".join(page.read_text().split()) for page in PAGES if page.name != "CHANGELOG.md"}
+    found = [f"{page.name}: {hit[0]}" for page, text in texts.items() for words in DENIED for hit in words.finditer(text)]
+    assert not found, "\n".join(found)
+    assert DENIED[0].search("No result of a GPU exists") and DENIED[2].search("on a GPU everything is untested")
+
+
+def test_pages_count_models_as_the_tests_do():
+    verdicts = json.loads(support.FAMILIES.read_text())["2"].values()
+    exact, alone = (sum(verdict == words for verdict in verdicts) for words in ("exact", ONE_DOCUMENT))
+    text = " ".join(" ".join(page.read_text().split()) for page in PAGES if page.name != "CHANGELOG.md")
+    assert {int(number) for number in re.findall(rf"(\d+) of {len(verdicts)} (?:causal|families)", text)} == {exact}
+    assert f"{exact} are exact, {alone} exact with one document to a row, {len(verdicts) - exact - alone} are refused" in text
+
+
+ONE_DOCUMENT = "exact with one document to a row; more are refused"
+
+
+def test_families_that_pages_refuse_are_not_exact():
+    """The table of what ranks refuse in docs/parallel.md names no family that the sweep finds exact."""
+    verdicts = json.loads(support.FAMILIES.read_text())["2"]
+    exact = {re.sub(r"\W|_", "", name) for name, verdict in verdicts.items() if verdict == "exact"}
+    table = (REPO / "docs/parallel.md").read_text().partition("| refused | reason | families |")[2].partition("\n\n")[0]
+    named = {re.sub(r"\W|_", "", name.lower()) for name in re.findall(r"[A-Z][\w.-]+", table)}
+    assert len(named) > 15
+    assert not named & exact
+
+
+def test_the_readme_is_short():
+    lines = (REPO / "README.md").read_text().splitlines()
+    assert len(lines) <= 110
+    text = re.sub(r"```.*?```|^    .*?$|^\|.*?$|^#.*?$|^!.*?$", "\n\n", "\n".join(lines), flags=re.DOTALL | re.MULTILINE)
+    sentences = re.split(r"(?<=[.:?])\s|\n\n|\n- ", re.sub(r"\]\([^)]*\)", "", text))
+    assert not [sentence for sentence in sentences if len(sentence.split()) > 25]
+    cells = [cell for line in lines if line.startswith("|") for cell in re.sub(r"\]\([^)]*\)", "", line).split("|")]
+    assert not [cell for cell in cells if len(cell.split()) > 20]
+
+
+def test_the_readme_shows_the_result_files():
+    """Its picture and its measured numbers are those of committed results."""
+    assert picture.PICTURE.read_text() == picture.picture(), "python -m benchmarks.picture draws it anew"
+    claims = json.loads((REPO / "benchmarks/results/capacity-alst-cuda.json").read_text())["claims"]
+    length, step = (f"{claim['value']:.2f}" for claim in claims)
+    text = (REPO / "README.md").read_text()
+    assert f"{length} times the length of ALST's recipe" in text and f"a step takes {step} of ALST's" in text
+
+
 STARTERS = re.compile(r"(What|How|Whether|Why|Of|If|By|But|Over|Where|Lately|As|It)\b")
 """Words that a function's docstring must not begin with: it says what the function does, "Return…", "Move…"."""
 
@@ -153,10 +210,64 @@ def test_docstrings_of_functions_begin_with_a_verb():
     assert not found, "\n".join(found)
 
 
+class Page(HTMLParser):
+    """Links and anchors of a page of the site."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.anchors: set[str] = set()
+        self.feed(path.read_text())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = {name: value for name, value in attrs if value}
+        self.anchors |= {given[name] for name in ("id", "name") if name in given}
+        if target := given.get("href" if tag == "a" else "src" if tag == "img" else ""):
+            self.links.append(target)
+
+
+def lost_links(site: Path) -> list[str]:
+    """Return the links inside a built site that lead to no page, or to no anchor of it."""
+    pages = {path: Page(path) for path in site.rglob("*.html") if path.name != "404.html"}
+    lost = []
+    for path, page in pages.items():
+        for link in page.links:
+            target, _, anchor = unquote(link).partition("#")
+            if ":" in target or target.startswith("//"):
+                continue
+            there = path if not target else (path.parent / target).resolve()
+            there = there / "index.html" if there.is_dir() else there
+            if not there.is_file() or (anchor and there in pages and anchor not in pages[there].anchors):
+                lost.append(f"{path.relative_to(site)}: {link}")
+    return lost
+
+
 @pytest.mark.slow
-def test_the_site_builds(tmp_path):
+def test_the_site_builds_and_all_its_links_lead_somewhere(tmp_path):
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
     done = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     pages = {path.parent.relative_to(tmp_path / "site").as_posix() for path in (tmp_path / "site").rglob("index.html")}
     assert {".", "api", "benchmarks", "config", "troubleshooting"} <= pages
+    assert lost_links(tmp_path / "site") == []
+
+
+def test_a_link_that_leads_nowhere_is_found(tmp_path):
+    (tmp_path / "a").mkdir()
+    links = '<a href="../b/">1</a><a href="#there">2</a><a href="#here">3</a>'
+    (tmp_path / "a" / "index.html").write_text(f'<h2 id="here">x</h2>{links}')
+    (tmp_path / "index.html").write_text('<a href="a/#here">1</a><a href="a/#gone">2</a><a href="https://example.org/x">3</a>')
+    assert sorted(lost_links(tmp_path)) == ["a/index.html: #there", "a/index.html: ../b/", "index.html: a/#gone"]
+
+
+def test_pages_with_one_address_end_the_build():
+    """mkdocs writes one over the other and says nothing, --strict or not."""
+    files, errors = (pytest.importorskip(f"mkdocs.{name}") for name in ("structure.files", "exceptions"))
+    spec = importlib.util.spec_from_file_location("site_pages", REPO / "docs" / "site_pages.py")
+    hook = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hook)
+    hook.OUTSIDE = ()
+    two = [files.File(name, None, "/site", use_directory_urls=True) for name in ("guide.md", "guide/README.md")]
+    with pytest.raises(errors.PluginError, match=r"pages with one address: guide\.md, guide/README\.md"):
+        hook.on_files(two, None)
+    assert hook.on_files(two[:1], None) == two[:1]

@@ -39,12 +39,13 @@ def test_imports_point_downwards(copy: Path) -> None:
 
 @pytest.mark.processes
 def test_forbidden_imports_are_found(copy: Path) -> None:
-    """Upwards and lazily, torch in the solver, Transformers outside hf, and a frame that knows addresses."""
+    """Upwards and lazily, torch in the solver, Transformers outside hf, a frame that knows addresses, a host that knows a runner."""
     for file, line in (
         ("plan/trace.py", "def late():\n    from ds_memo.runtime import attach\n"),
         ("solve/run_costs.py", "import torch\n"),
         ("autotune/tuner.py", "import transformers\n"),
         ("swap/engine.py", "from ds_memo.planned_alloc import runtime\n"),
+        ("remat/layer_host.py", "def late():\n    from ds_memo.remat.recorded import Recorded\n"),
     ):
         with open(copy / "ds_memo" / file, "a") as module:
             module.write(f"\n\n{line}")
@@ -54,6 +55,7 @@ def test_forbidden_imports_are_found(copy: Path) -> None:
     assert "ds_memo.solve.run_costs -> torch" in done.stdout
     assert "ds_memo.autotune.tuner -> transformers" in done.stdout
     assert "ds_memo.swap.engine -> ds_memo.planned_alloc.runtime" in done.stdout
+    assert "ds_memo.remat.layer_host -> ds_memo.remat.recorded" in done.stdout
 
 
 def test_no_old_word_is_left() -> None:

@@ -5,7 +5,8 @@
 Trains ds_configs/models/tiny.json in fp32 on this Python's own sources with launch/train.py, one run after another, on the same
 batches. One more stock run has linear layers that add up their inner dimension in two parts: how far that drifts from
 stock is the floating-point noise of a reordered GEMM, and memo's curves must stay within as much. Writes convergence-DEVICE.json
-(every loss) and .png; prints a table; ends with 1 where a curve leaves the noise. Runs that are finished are not run again.
+(every loss) and docs/convergence.png; prints a table; ends with 1 where a curve leaves the noise. Runs that are finished are not
+run again.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from tqdm import tqdm
+
+from benchmarks.results import FOLDER
 
 REPO = Path(__file__).parents[2]
 ALPHAS = {"0": 0.0, "1/8": 0.125, "1/4": 0.25, "1/2": 0.5, "1": 1.0}
@@ -172,7 +175,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seq-length", type=int, default=256, metavar="TOKENS")
-    parser.add_argument("--out", type=Path, default=REPO / "benchmarks" / "results")
+    parser.add_argument("--out", type=Path, default=FOLDER)
     parser.add_argument("--runs", type=Path, default=REPO / "runs" / "convergence", help="where the runs' own files are kept")
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -192,7 +195,7 @@ def main() -> int:
     versions |= {"gpu": torch.cuda.get_device_name()} if device == "cuda" else {"cpus": os.cpu_count()}
     done = {"versions": versions, "steps": args.steps, "seq_length": args.seq_length, "runs": facts, "losses": curves}
     (args.out / f"convergence-{device}.json").write_text(json.dumps(done) + "\n")
-    picture(curves, args.out / f"convergence-{device}.png")
+    picture(curves, REPO / "docs" / "convergence.png" if args.out == FOLDER else args.out / "convergence.png")
     return 0 if within else 1
 
 

@@ -102,6 +102,10 @@ class Unordered(TorchDispatchMode):
         self._calls.close()
         self._free_dead()
 
+    def __str__(self) -> str:
+        told = f"{self.checked:,} pairs of accesses on two streams, {len(self.races)} that nothing orders"
+        return "\n".join([told, *self.races])
+
     # ---- order
 
     def _called(self, call: Call) -> None:

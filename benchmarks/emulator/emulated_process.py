@@ -90,7 +90,7 @@ def without_values(host_gib: float = HOST_GIB) -> None:
     from ds_memo.memory import device as device_memory
     from ds_memo.memory import host as host_memory
     from ds_memo.profile import run as profile_run
-    from ds_memo.remat import recipe, same_again
+    from ds_memo.remat import recipe, replay_check
     from ds_memo.sequence import catch_mixers
     from ds_memo.swap import pinned_segments
     from ds_memo.tiles.check import compare, probe
@@ -99,7 +99,7 @@ def without_values(host_gib: float = HOST_GIB) -> None:
     mixer_kernels.implement("CUDA")
     catch_mixers._INSTEAD.update(mixer_kernels.KERNELS)
     recipe.Observed.note_hidden_writes = lambda observed: None
-    same_again._differ = lambda *_: False
+    replay_check._differ = lambda *_: False
     probe.compare = probe.refuse_others = probe.refuse_hidden_draws = lambda *_: None
     compare.is_by_token = lambda *_: True
     pinned_segments.touch = lambda segment: None

@@ -1,19 +1,17 @@
 """ds_memo's CUDA paths at full width, on a machine without a GPU: bytes, calls, and what waits for what; no values.
 
     export DS_MEMO_CUDA_TORCH=/path/to/python
-    python -m benchmarks.emulator step [gpt7b|llama8b|ulysses8] [16384] [--memo '{"alpha": 0.5}'] [--models 2] [--zero 3]
+    python -m benchmarks.emulator step [gpt7b|llama8b] [16384] [--memo '{"alpha": 0.5}'] [--models 2] [--zero 3]
     python -m benchmarks.emulator step gpt7b 65536 --zero 3 --ranks 8 --device-gib 24 [--rival checkpoint]
     python -m benchmarks.emulator syncs gpt7b 32768 --zero 3 --ranks 8 [--rival checkpoint]
     python -m benchmarks.emulator order gpt7b 16384 [--memo '{"alpha": 0.5}']
-    python -m benchmarks.emulator lengths gpt7b 4096 [--memo '{"plan": {"enabled": false}}']
     python -m benchmarks.emulator capacity [gpt7b] [--device-gib 16] [--host-gib 32] [--rivals …]
     python -m benchmarks.emulator speed [gpt7b] [65536] [--hardware h200] [--device-gib 20] [--host-gib 32] [--rivals …]
 
 emulator.cpp stands in for CUDA below a real CUDA build of torch: the caching allocator, autograd's thread, streams and events,
 and the allocator op are used as on a GPU, kernels do nothing and take the time that emulated_time.py says. `step` shows what each
 step asked for, reserved and missed; `syncs` who makes the host or compute wait in steady steps; `order` which accesses to the
-same bytes nothing orders; `lengths` what steps of alternating lengths ask CUDA for;
-`capacity` runs the search of `gpu.sh capacity` in here, `speed` a point of `gpu.sh speed`.
+same bytes nothing orders; `capacity` runs the search of `gpu.sh capacity` in here, `speed` a point of `gpu.sh speed`.
 None of it is a GPU's result. What results/ has of it is marked `emulated`.
 
 DS_MEMO_CUDA_TORCH: the Python of an environment with a CUDA build of torch, DeepSpeed, Transformers and ninja.
@@ -27,19 +25,16 @@ import functools
 import itertools
 import json
 import os
-import random
 import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any, TextIO
 
 import torch
 from torch import nn
 
 import ds_memo
-from benchmarks import point as points
 from benchmarks.capacity import longest, search_here
 from benchmarks.claims import claims
 from benchmarks.emulated_calls import PER_LAYER, SYNCHRONIZING, Calls
@@ -49,6 +44,7 @@ from benchmarks.emulated_process import HOST_GIB, run_emulated, without_values
 from benchmarks.emulated_ranks import NAME, among
 from benchmarks.emulated_steps import HEADER, Step, line
 from benchmarks.emulated_time import Clock, keeping_time
+from benchmarks.point import run_point
 from benchmarks.rivals import RIVALS, Budget, Installed
 from benchmarks.speed import show
 from benchmarks.timing import Trainer
@@ -60,10 +56,6 @@ from ds_memo.units import GIB
 STEPS = 9
 WATCHED = 3
 """Last steps that `syncs` and `order` watch."""
-LENGTHS = 34
-"""Steps of `lengths`: six of the given length, then every other one of a length between half and twice that."""
-COUNTED_AFTER = 10
-"""Steps of `lengths` whose calls do not count: plans are made in them."""
 SLOW_AFTER = 7
 """Steps that --slow-link leaves alone; as many as STEPS come after."""
 
@@ -158,29 +150,14 @@ def step(
     return rows
 
 
-def lengths(clock: Clock, workload: str, length: int, memo: dict[str, Any]) -> list[dict[str, Any]]:
-    """Train steps of alternating lengths and return a row for each."""
-    device, draw = torch.device("cuda", 0), random.Random(1)
-    shape = shapes(device)[workload]
-    others = [length if step < 6 or step % 2 else draw.randrange(length // 2, 2 * length, 8) for step in range(LENGTHS)]
-    trainer = Trainer(build(shape, device), batch(shape, length, device))
-    handle, rows = ds_memo.attach(trainer.model, memo), []
-    for number, tokens in enumerate(others, 1):
-        trainer.ids = batch(shape, tokens, device)
-        running = Step(clock, handle)
-        trainer.step(Installed())
-        rows.append(running.row(number, length=tokens))
-    return rows
+def capacity(
+    workload: str, rivals: list[str], device_gib: float, host_gib: float, lengths: list[int], to: TextIO = sys.stdout
+) -> dict[str, Any]:
+    """Print the longest length of each rival, as `gpu.sh capacity` searches it, and return what its steps took there.
 
-
-def show_lengths(rows: list[dict[str, Any]], planned: bool) -> None:
-    print(HEADER, *map(line, rows), sep="\n")
-    calls, way = sum(row["mallocs"] for row in rows[COUNTED_AFTER:]), "planned addresses" if planned else "PyTorch's allocator"
-    print(f"{way}: {calls:.0f} cudaMalloc in steps {COUNTED_AFTER + 1} to {len(rows)}")
-
-
-def capacity(workload: str, rivals: list[str], device_gib: float, host_gib: float, to: TextIO = sys.stdout) -> dict[str, Any]:
-    """Print the longest length of each rival, as `gpu.sh capacity` searches it, and return what its steps took there."""
+    Args:
+        lengths: tried in full, instead of a search.
+    """
     device = torch.device("cuda", 0)
     found: dict[str, Any] = {"emulated": True, "workload": workload, "device_gib": device_gib, "host_gib": host_gib, "rivals": {}}
     for rival in rivals:
@@ -196,8 +173,8 @@ def capacity(workload: str, rivals: list[str], device_gib: float, host_gib: floa
             print(f"    {probe['length']:9,} {probe['steps']} steps: {text}", file=to, flush=True)
 
         with tempfile.TemporaryDirectory() as cache:
-            budget = Budget(device, int(host_gib * GIB), int(device_gib * GIB), bandwidth=50e9, cache_dir=cache)
-            search_here(shapes(device)[workload], rival, budget, tell)
+            budget = Budget(device, int(host_gib * GIB), int(device_gib * GIB), cache_dir=cache)
+            search_here(shapes(device)[workload], rival, budget, tell, lengths)
         best = longest(probes)
         print(f"{rival:22s} {best['length'] if best else 0:9,} tokens", file=to, flush=True)
         fails = min((probe["length"] for probe in probes if not probe["fits"]), default=None)
@@ -208,22 +185,13 @@ def capacity(workload: str, rivals: list[str], device_gib: float, host_gib: floa
     return found
 
 
-def speed(
-    workload: str, length: int, rivals: list[str], link: float, host_gib: float, device_gib: float | None
-) -> dict[str, Any]:
-    """Run a point of `gpu.sh speed`.
-
-    Args:
-        link: bytes a second to the host, for the paper's program.
-    """
+def speed(workload: str, length: int, rivals: list[str], host_gib: float, device_gib: float | None) -> dict[str, Any]:
+    """Run a point of `gpu.sh speed`."""
     device = torch.device("cuda", 0)
-    shape = shapes(device)[workload]
-    model = build(shape, device)
     device_bytes = None if device_gib is None else int(device_gib * GIB)
-    points.watch_streams = lambda *_: {"skipped": "the profiler wants a driver"}
-    with tempfile.TemporaryDirectory() as cache, tempfile.TemporaryDirectory() as made:
-        budget = Budget(device, int(host_gib * GIB), device_bytes, bandwidth=link, cache_dir=cache)
-        point = points.run_point(model, shape, length, [RIVALS[name] for name in rivals], budget, (1, 2), False, Path(made))
+    with tempfile.TemporaryDirectory() as cache:
+        budget = Budget(device, int(host_gib * GIB), device_bytes, cache_dir=cache)
+        point = run_point(shapes(device)[workload], length, [RIVALS[name] for name in rivals], budget, steps=2)
     return point | {"emulated": True, "claims": claims(point)}
 
 
@@ -271,14 +239,14 @@ def show_syncs(found: dict[str, Any], layers: int) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m benchmarks.emulator", description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=("step", "syncs", "order", "lengths", "capacity", "speed"))
+    parser.add_argument("what", choices=("step", "syncs", "order", "capacity", "speed"))
     parser.add_argument("workload", nargs="?", default="gpt7b")
     parser.add_argument("length", nargs="?", type=int, default=16384)
     parser.add_argument("--memo", type=json.loads, default={}, metavar="JSON", help='the "memo" section; default: all is solved')
     parser.add_argument("--models", type=int, default=1, metavar="N", help="that take turns in `step`; default: 1")
     parser.add_argument("--zero", type=int, choices=range(4), help="train under DeepSpeed at this stage; for `step`")
     parser.add_argument("--ranks", type=int, default=1, metavar="N", help="that train alike, with --zero; default: 1")
-    theirs = [name for name in RIVALS if not name.startswith(("ds_memo", "paper"))]  # they need no measured bandwidth
+    theirs = [name for name in RIVALS if not name.startswith("ds_memo")]
     parser.add_argument("--rival", choices=theirs, help="for `step` to train with in place of ds_memo")
     parser.add_argument("--compile", choices=("aot_eager", "inductor"), help="compile the model with torch.compile")
     parser.add_argument("--slow-link", type=float, metavar="X", help="share of the link that `step` has after some steps")
@@ -286,6 +254,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--host-gib", type=float, default=32.0)
     parser.add_argument("--lock-gib", type=float, help="host memory that CUDA can lock; default: any")
     parser.add_argument("--rivals", nargs="+", default=["ds_memo, planned", "alst", "checkpoint", "deepspeed", "hf_offload"])
+    parser.add_argument("--lengths", type=int, nargs="+", default=[], help="`capacity` tries these in full instead of searches")
     parser.add_argument("--hardware", default="h200", help="whose rates: a name or file of ds-memo estimate; default: h200")
     parser.add_argument("--nvme-gb-per-s", type=float, metavar="X", help="of emulated drives behind the host, for `step`")
     parser.add_argument("--nvme-gib", type=float, default=15000.0, metavar="X", help="their size; default: 15,000")
@@ -293,7 +262,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--emulated", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if not options.emulated:
-        whole = options.device_gib if options.what in ("step", "syncs", "order", "lengths") and options.device_gib else 139.8
+        whole = options.device_gib if options.what in ("step", "syncs", "order") and options.device_gib else 139.8
         asked = [*(sys.argv[1:] if arguments is None else arguments), "--emulated"]
         return run_emulated("benchmarks.emulator", asked, whole, options.lock_gib)
     without_values()
@@ -303,23 +272,19 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(clock: Clock, options: argparse.Namespace) -> None:
+    def tell(found: Any, show: Callable[[], Any]) -> None:
+        print(json.dumps(found)) if options.json else show()
+
     if options.what == "capacity":
-        asked = options.workload, options.rivals, options.device_gib or 16.0, options.host_gib
-        lengths_of = capacity(*asked, to=sys.stderr if options.json else sys.stdout)
-        if options.json:
-            print(json.dumps(lengths_of | {"hardware": options.hardware}))
+        asked = options.workload, options.rivals, options.device_gib or 16.0, options.host_gib, options.lengths
+        found = capacity(*asked, to=sys.stderr if options.json else sys.stdout)
+        tell(found | {"hardware": options.hardware}, lambda: None)
         return
     if options.what == "speed":
-        link = clock.machine.d2h
-        point = speed(options.workload, options.length, options.rivals, link, options.host_gib, options.device_gib)
-        print(json.dumps(point)) if options.json else show(point)
+        point = speed(options.workload, options.length, options.rivals, options.host_gib, options.device_gib)
+        tell(point, lambda: show(point))
         return
-    memo = {"enabled": True, **options.memo}
-    if options.what == "lengths":
-        rows = lengths(clock, options.workload, options.length, memo)
-        print(json.dumps(rows)) if options.json else show_lengths(rows, memo.get("plan", {}).get("enabled", True))
-        return
-    drives = contextlib.nullcontext()
+    memo, drives = {"enabled": True, **options.memo}, nullcontext()
     if options.nvme_gb_per_s:
         memo["nvme"] = {"path": "/emulated"}
         drives = emulated_drives(clock, options.nvme_gib, options.nvme_gb_per_s)
@@ -327,25 +292,18 @@ def _run(clock: Clock, options: argparse.Namespace) -> None:
     run = functools.partial(step, clock, options.workload, options.length, memo, *with_what)
     if options.what == "syncs":
         found = syncs(run)
-        print(json.dumps(found)) if options.json else show_syncs(found, shapes(torch.device("cuda"))[options.workload].layers)
+        tell(found, lambda: show_syncs(found, shapes(torch.device("cuda"))[options.workload].layers))
         return
     if options.what == "order":
         unordered = Unordered()
         run(around=lambda number: unordered if number > STEPS - WATCHED else nullcontext())
-        races = list(unordered.races)
-        print(json.dumps({"checked": unordered.checked, "races": races})) if options.json else print(
-            f"{unordered.checked:,} pairs of accesses on two streams, {len(races)} that nothing orders", *races, sep="\n"
-        )
+        tell({"checked": unordered.checked, "races": list(unordered.races)}, lambda: print(unordered))
         return
     with drives:
         rows = run()
-    if options.json:
-        print(json.dumps(rows))
-        return
-
-    print(HEADER, *map(line, rows), sep="\n")
-    print(f"{rows[-1]['kernels']:,} kernels launched in the last step")
-    print(f"set by {rows[-1]['binding']}", *rows[-1]["changes"], *rows[-1]["warnings"], sep="\n")
+    last = rows[-1]
+    lines = [HEADER, *map(line, rows), f"{last['kernels']:,} kernels launched in the last step"]
+    tell(rows, lambda: print(*lines, f"set by {last['binding']}", *last["changes"], *last["warnings"], sep="\n"))
 
 
 if __name__ == "__main__":

@@ -53,6 +53,9 @@ class Measured:
     details: dict[str, Any] = field(default_factory=dict)
 
 
+Measure = Callable[[Machine], Measured]
+
+
 @dataclass(frozen=True)
 class Assertion:
     """One line of `gpu.sh first`."""
@@ -62,7 +65,7 @@ class Assertion:
     name: str
     bar: str
     cure: str
-    measure: Callable[[Machine], Measured]
+    measure: Measure
     needs: frozenset[str] = frozenset()
     only_cuda: bool = False
 
@@ -94,6 +97,20 @@ class Assertion:
         if lacks is not None:
             return row | {"verdict": NOT_JUDGED, "why": lacks}
         return row | {"verdict": PASS if found.held else FAIL}
+
+
+ASSERTIONS: list[Assertion] = []
+"""All that :func:`asserts` has seen."""
+
+
+def asserts(point: int, name: str, bar: str, cure: str, *needs: str, only_cuda: bool = False) -> Callable[[Measure], Measure]:
+    """Decorate the function that measures an assertion."""
+
+    def add(measure: Measure) -> Measure:
+        ASSERTIONS.append(Assertion(point, name, bar, cure, measure, frozenset(needs), only_cuda))
+        return measure
+
+    return add
 
 
 def _where(error: BaseException) -> str:

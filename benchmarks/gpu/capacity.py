@@ -7,7 +7,7 @@ Per rival and host budget a process of its own doubles the length until it does 
 does not are within a sixteenth. A length fits if whole steps run: two during the search (ds_memo's first leaves more memory
 alone than later ones), and at the end as many as planned addresses need, and one more. ds_memo and the rivals
 that get furthest come first, and each may take half of the time that is left. With `--lengths` each rival tries these instead, in
-full: the emulator knows where each one ends.
+full, so that step times compare: the emulator knows where each one ends.
 
 On CUDA the device budget is PyTorch's own limit of this process, and host memory that a rival pins beyond the host budget counts
 as not fitting. On a CPU, where there is no second kind of memory, the device budget is on the bytes that tensors take
@@ -33,7 +33,7 @@ import torch
 from benchmarks import results
 from benchmarks.open_slab import held_open
 from benchmarks.results import unmeasured
-from benchmarks.rivals import MIXERS_WHOLE, OURS, PLANNED, RIVALS, SWAPPING, Budget, Installed, paper
+from benchmarks.rivals import MIXERS_WHOLE, OURS, PLANNED, RIVALS, SWAPPING, Budget, Installed
 from benchmarks.speed import add_common, make_budget
 from benchmarks.timing import Memory, Trainer, clear, does_not_fit, use_expandable
 from benchmarks.workloads import Shape, batch, build, shapes
@@ -42,14 +42,12 @@ from ds_memo.units import GIB
 CLOSE = 1 / 16
 BEST = (PLANNED, "alst", "hf_offload", "deepspeed", "checkpoint")
 """Searched by default, as the time holds them."""
-ALL = (*dict.fromkeys((*BEST, *OURS, *(name for name in RIVALS if name not in ("paper, expandable", SWAPPING, MIXERS_WHOLE)))),)
+ALL = tuple(name for name in dict.fromkeys((*BEST, *RIVALS)) if name not in (SWAPPING, MIXERS_WHOLE))
 """Dropped from the end where the time does not suffice."""
 ALIKE = 0.05
 """Share by which norms of all gradients may differ at one length. A rival that leaves a kernel out is fast for nothing."""
 EQUALLY_FAST = 1.03
 """Bar for the ratio of two step times that are measured once each."""
-KEPT = 1 / 4
-"""Share of the time kept for steps of ds_memo at the lengths that the rivals reach."""
 
 
 class OverBudget(MemoryError):
@@ -106,21 +104,17 @@ class Search:
         return int(length) // self.grain * self.grain
 
 
-def probe(shape: Shape, length: int, rival_name: str, budget: Budget, model: torch.nn.Module, warm_up: int = 1) -> dict[str, Any]:
+def probe(shape: Shape, length: int, rival: str, budget: Budget, model: torch.nn.Module, warm_up: int = 1) -> dict[str, Any]:
     """Run steps of one length; return if they fit, the seconds of the last, and the norm of the gradients before it.
 
     Args:
         warm_up: steps before the one that is timed; at least 1.
     """
-    rival = RIVALS[rival_name]
     device = budget.device
     found: dict[str, Any] = {"length": length, "steps": warm_up + 1}
     try:
         trainer = Trainer(model, batch(shape, length, device))
-        budget = replace(budget, ranks=shape.ranks)
-        if rival.install is paper:  # its program asks for it
-            budget = replace(budget, layer_forward_s=trainer.layer_forward_s(shape.layers))
-        with rival.on(model, budget) as installed:
+        with RIVALS[rival].on(model, budget) as installed:
             memory = Memory(device)
             for _ in range(warm_up - 1):
                 trainer.step(installed)
@@ -156,7 +150,7 @@ def begin(shape: Shape, rival: str, budget: Budget) -> tuple[torch.nn.Module, in
         torch.cuda.set_per_process_memory_fraction(min(1.0, budget.device_bytes / whole))  # of the current device
         use_expandable(RIVALS[rival].expandable, device)
     model = build(shape, device)
-    grain = (1024 if cuda else 8) * shape.ranks
+    grain = 1024 if cuda else 8
     Trainer(model, batch(shape, grain, device)).step(Installed())
     return model, grain
 
@@ -203,15 +197,15 @@ def longest(probes: list[dict[str, Any]]) -> dict[str, Any] | None:
 
 
 def search_apart(
-    shape: Shape, rival: str, budget: Budget, seconds: float, device_bytes: int, lengths: Sequence[int] = ()
+    shape: Shape, rival: str, budget: Budget, seconds: float, lengths: Sequence[int] = ()
 ) -> tuple[list[dict[str, Any]], str | None]:
     """Search in a process of its own, which may run out of memory or time; its probes until then count.
 
     Returns:
         The probes, and why it ended early if it did.
     """
-    arguments = {"child": rival, "workload": shape.name, "device": budget.device.type, "bandwidth": budget.bandwidth}
-    arguments |= {"host-bytes": budget.host_bytes, "device-bytes": device_bytes}
+    arguments = {"child": rival, "workloads": shape.name, "device": budget.device.type}
+    arguments |= {"host-bytes": budget.host_bytes, "device-bytes": budget.device_bytes}
     command = [sys.executable, "-m", "benchmarks.capacity", *(f"--{name}={value}" for name, value in arguments.items())]
     if lengths:
         command += ["--lengths", *map(str, lengths)]
@@ -234,66 +228,40 @@ def search_apart(
 
 
 def measure(
-    run: results.Run,
-    shape: Shape,
-    rivals: list[str],
-    budgets: list[int],
-    budget: Budget,
-    device_bytes: int,
-    until: float,
-    tried: Sequence[int] = (),
+    run: results.Run, shape: Shape, rivals: list[str], budgets: list[Budget], until: float, tried: Sequence[int] = ()
 ) -> None:
-    """Search with every rival at every host budget while there is time; then train ds_memo at their lengths.
+    """Search with every rival at every budget while there is time.
 
     Args:
         until: seconds since the run began.
         tried: lengths that every rival trains instead of a search.
     """
-    jobs = [(rival, host) for rival in rivals for host in budgets]
+    jobs = [(rival, budget) for rival in rivals for budget in budgets]
     rows: list[dict[str, Any]] = []
     before = list(run.found["claims"])
-    kept = KEPT * (until - run.seconds()) if PLANNED in rivals and not tried else 0.0
-    for number, (rival, host) in enumerate(jobs):
-        left = until - kept - run.seconds()
+    for number, (rival, budget) in enumerate(jobs):
+        name, left = f"{rival} at {budget.host_bytes / GIB:.3g} GiB", until - run.seconds()
+        row: dict[str, Any] = {"workload": shape.name, "rival": rival, "host_bytes": budget.host_bytes}
+        row["device_bytes"] = budget.device_bytes
         if left < 10:
-            run.found["dropped"] += [
-                {"workload": shape.name, "rival": name, "host_bytes": bytes_} for name, bytes_ in jobs[number:]
-            ]
-            results.say(f"dropped for time: {', '.join(f'{name} at {bytes_ / GIB:.3g} GiB' for name, bytes_ in jobs[number:])}")
-            break
-        row: dict[str, Any] = {"workload": shape.name, "rival": rival, "host_bytes": host, "device_bytes": device_bytes}
+            run.found["dropped"].append(row)
+            results.say(f"dropped for time: {name}")
+            continue
         row |= {"longest": None, "ended_early": None, "probes": []}
         rows.append(row)
         run.found["rivals"].append(row)
-        if (missing := RIVALS[rival].missing()) is not None:
-            row["why"] = missing
-            continue
         share = left if number == len(jobs) - 1 else left / 2
-        name = f"capacity: {rival} at {host / GIB:.3g} GiB"
-        search = run.attempt(name, search_apart, shape, rival, replace(budget, host_bytes=host), share, device_bytes, tried)
+        search = run.attempt(f"capacity: {name}", search_apart, shape, rival, budget, share, tried)
         probes, why = search or ([], "it broke")
         best = longest(probes)
         fails = min((found["length"] for found in probes if not found["fits"]), default=None)
         row |= {"longest": best and best["length"], "fails_at": fails, "step_s": best and best["step_s"]}
         row |= {"ended_early": why, "probes": probes}
         if why and why.startswith("exit"):
-            run.failures.append(f"{name}: {why}")
+            run.failures.append(f"capacity: {name}: {why}")
         run.save(claims=before + claims(rows))
         text = f"{best['length']} tokens, {best['step_s']:.3g} s a step" if best else "no length fits"
-        results.say(f"    host {host / GIB:6.3g} GiB  {rival:22s} {text}{f' ({why[:60]})' if why else ''}")
-    compared = [row for row in rows if row["rival"] == PLANNED and not tried and lengths_to_compare(row, rows)]
-    for number, ours in enumerate(compared):
-        seconds = (until - run.seconds()) / (len(compared) - number)
-        if seconds < 10:
-            break
-        lengths, name = lengths_to_compare(ours, rows), f"capacity: {PLANNED} where the rivals end"
-        results.say(f"    host {ours['host_bytes'] / GIB:6.3g} GiB  {PLANNED} at {', '.join(map(str, lengths))} tokens")
-        here = replace(budget, host_bytes=ours["host_bytes"])
-        search = run.attempt(name, search_apart, shape, PLANNED, here, seconds, device_bytes, lengths)
-        ours["at_rivals"], why = search or ([], None)
-        if why and why.startswith("exit"):
-            run.failures.append(f"{name}: {why}")
-        run.save(claims=before + claims(rows))
+        results.say(f"    host {budget.host_bytes / GIB:6.3g} GiB  {rival:22s} {text}{f' ({why[:60]})' if why else ''}")
     run.failures += unlike(rows)
     results.say_claims(run.found["claims"][len(before) :])
 
@@ -302,7 +270,7 @@ def unlike(rows: list[dict[str, Any]]) -> list[str]:
     """Return the lengths at which rivals' gradients have other norms than most."""
     norms: dict[int, dict[str, float]] = {}
     for row in rows:
-        for found in (*row["probes"], *row.get("at_rivals", ())):
+        for found in row["probes"]:
             if found["fits"]:
                 norms.setdefault(found["length"], {})[row["rival"]] = found["gradient_norm"]
     found = []
@@ -313,14 +281,8 @@ def unlike(rows: list[dict[str, Any]]) -> list[str]:
     return found
 
 
-def lengths_to_compare(ours: dict[str, Any], rows: list[dict[str, Any]]) -> list[int]:
-    """Return the longest length of each rival at this host budget, if ds_memo goes as far; the longest first."""
-    ends = {row["longest"] for row in rows if row["host_bytes"] == ours["host_bytes"] and row["rival"] not in OURS}
-    return sorted((length for length in ends if length and length <= (ours["longest"] or 0)), reverse=True)
-
-
 def claims(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return, for each host budget, ds_memo's longest length against the others', and its step time where each ends.
+    """Return, for each host budget, ds_memo's longest length against the others', and its step time where both trained in full.
 
     A search that was cut off reached its length *or more*. If it was ds_memo's, the bar is missed. Another's counts only if it is
     beyond ds_memo's already; else it is named as unfinished.
@@ -333,7 +295,7 @@ def claims(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             continue
         at = f"host {host / GIB:.3g} GiB"
         if ours["ended_early"] or not ours["longest"]:
-            why = f"cut off: {ours['ended_early']}" if ours["ended_early"] else ours.get("why", "no length fits")
+            why = f"cut off: {ours['ended_early']}" if ours["ended_early"] else "no length fits"
             found.append(unmeasured(f"longest / longest of the rivals, {at}", f"{PLANNED}: {why}"))
             continue
         if known := [row for row in others if not row["ended_early"] or row["longest"] > ours["longest"]]:
@@ -341,57 +303,44 @@ def claims(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             value, unfinished = ours["longest"] / best["longest"], [row["rival"] for row in others if row not in known]
             claim = {"claim": f"longest / longest of the rivals ({best['rival']}), {at}", "value": value, "bar": 1.0}
             found.append(claim | {"held": value >= 1.0, "close_to": CLOSE, "unfinished": unfinished})
-        found += [_equally_fast(ours, row, at) for row in others if row["longest"] <= ours["longest"]]
+        in_full = {
+            found["length"]: found for found in ours["probes"] if found["steps"] > RIVALS[PLANNED].warm_up and found["fits"]
+        }
+        for row in others:
+            if probe := in_full.get(row["longest"]):
+                name, value = f"step / step of {row['rival']} at {row['longest']} tokens, {at}", probe["step_s"] / row["step_s"]
+                found.append({"claim": name, "value": value, "bar": EQUALLY_FAST, "held": value <= EQUALLY_FAST})
     return found
-
-
-def _equally_fast(ours: dict[str, Any], other: dict[str, Any], at: str) -> dict[str, Any]:
-    """Compare step times at the other rival's longest length; ds_memo's with planned addresses."""
-    name = f"step / step of {other['rival']} at {other['longest']} tokens, {at}"
-    full = [found for found in ours["probes"] if found["steps"] > RIVALS[PLANNED].warm_up]
-    probes = {found["length"]: found for found in (*full, *ours.get("at_rivals", ()))}
-    if (probe := probes.get(other["longest"])) is None:
-        return unmeasured(name, results.NO_TIME)
-    if not probe["fits"]:
-        return unmeasured(name, probe["why"])
-    value = probe["step_s"] / other["step_s"]
-    return {"claim": name, "value": value, "bar": EQUALLY_FAST, "held": value <= EQUALLY_FAST}
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser("gpu.sh capacity", description=__doc__.splitlines()[0])
     add_common(parser)
-    parser.set_defaults(rivals=list(BEST), host_gib=None)
-    parser.add_argument("--device-gib", type=float, help="of the device; absent: 16, on a CPU 0.004")
     parser.add_argument("--host-gibs", type=float, nargs="+", help="host budgets, one after the other; absent: 32 and 2")
-    parser.add_argument("--lengths", type=int, nargs="+", default=(), help="try these in full instead of searches")
-    for hidden in ("child", "workload"):
-        parser.add_argument(f"--{hidden}", help=argparse.SUPPRESS)
-    for hidden in ("host-bytes", "device-bytes"):
-        parser.add_argument(f"--{hidden}", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--bandwidth", type=float, help=argparse.SUPPRESS)
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--host-bytes", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--device-bytes", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
+    names = options.workloads or ["gpt7b"]
     if options.child:
         device = torch.device(options.device)
-        budget = Budget(device, options.host_bytes, options.device_bytes, bandwidth=options.bandwidth)
-        shape = shapes(device)[options.workload]
-        with held_open(budget) as budget:
-            search_here(shape, options.child, budget, lambda found: print(json.dumps(found), flush=True), options.lengths)
+        with held_open(Budget(device, options.host_bytes, options.device_bytes)) as budget:
+            tell: Callable[[Any], None] = lambda found: print(json.dumps(found), flush=True)  # noqa: E731
+            search_here(shapes(device)[names[0]], options.child, budget, tell, options.lengths)
         return 0
     device = results.device_or_exit(options.device, "capacity")
     cuda = device.type == "cuda"
     device_gib = options.device_gib or (16.0 if cuda else 0.004)
-    hosts = options.host_gibs or ([options.host_gib] if options.host_gib else [32.0, 2.0] if cuda else [0.5, 0.001])
-    names = options.workloads or ["gpt7b"]
-    rivals = list(ALL if "all" in options.rivals else options.rivals)
+    hosts = options.host_gibs or ([32.0, 2.0] if cuda else [0.5, 0.001])
+    rivals = list(ALL if "all" in options.rivals else options.rivals or BEST)
     run = results.Run("capacity", device, options.out, vars(options))
     run.found |= {"rivals": [], "dropped": [], "claims": []}
-    budget = make_budget(run, device, max(hosts))  # the machine may have to grow first
-    budgets, device_bytes = [int(gib * GIB) for gib in hosts], int(device_gib * GIB)
+    whole = make_budget(run, device, max(hosts), device_gib)  # the machine may have to grow first
+    budgets = [replace(whole, host_bytes=int(gib * GIB)) for gib in hosts]
     for number, name in enumerate(names):
         results.say(f"{name}: {device_gib:.3g} GiB of device memory")
         until = run.seconds() + (options.budget_s - run.seconds()) / (len(names) - number)
-        run.attempt(name, measure, run, shapes(device)[name], rivals, budgets, budget, device_bytes, until, options.lengths)
+        run.attempt(name, measure, run, shapes(device)[name], rivals, budgets, until, options.lengths)
     return run.finish()
 
 

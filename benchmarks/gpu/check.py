@@ -1,40 +1,35 @@
-"""Check ds_memo's results and cost on this machine. Ends with 1 if anything is off.
+"""Check ds_memo's results on this machine. Ends with 1 if anything is off.
 
     bash benchmarks/gpu.sh check [--device cuda|cpu] [--parts gradients,memory,…] [--out FILE]
-    bash benchmarks/gpu.sh check --device emulator [--parts …]      the same calls without a GPU, and no result
 
 On CUDA in bf16, on a CPU (to try the harness) in fp32:
 
     host           a virtual machine whose memory grows as it is used is made to grow, on CUDA
     gradients      every model of the test suite, alpha × resident layers, three steps each, against the model without memo; the
                    bar is the difference of stock from stock in five other orders of summation, for each model its own
-    stream order   copies delayed by a random time, freed memory overwritten: gradients bit-equal to the undelayed run
+    stream_order   copies delayed by a random time, freed memory overwritten: gradients bit-equal to the undelayed run
                    Both once more without cuDNN's attention, on CUDA, where it is what PyTorch picks on a new card
     memory         stored bytes per layer, live bytes after the forward, backward peak (benchmarks/memory.py)
-    overhead       milliseconds that record and replay add per layer (benchmarks/overhead.py)
-    link           copy bandwidth of the host slab in both directions
 
 and, where --parts names them, as their processes import everything or wait for a compiler:
 
-    allocator      planned addresses (benchmarks/check_addresses.py)
-    flex           gradients with FlexAttention, on CUDA (benchmarks/check_flex.py)
+    allocator      on CUDA the op with all other users of device memory (tests/ops/cuda_scenarios), with torch's segments and
+                   with expandable ones; nanoseconds of a planned request (benchmarks/allocator.py)
+    flex           gradients with FlexAttention, on CUDA: its compiled kernels are out of every dispatch mode's sight
     tiles          gradients of layers in tiles in half precision (benchmarks/check_tiles.py)
     tiles_float32  the same in float32, of models with experts, convolutions and scans
-
-The result goes to benchmarks/results/check-<device>.json (check_<parts>-<device>.json) with versions and raw samples, after each
-part: one that breaks or is ended from outside takes nothing else with it.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import gc
 import itertools
 import math
+import os
 import random
+import subprocess
 import sys
-import time
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict
@@ -46,13 +41,10 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import ds_memo
-from benchmarks import attention, check_addresses, check_flex, check_tiles, host, link, memory, overhead, results
-from benchmarks.emulated_process import is_emulated
-from benchmarks.emulated_verbs import emulation, run_emulated_verb
-from benchmarks.environment import environment
+from benchmarks import allocator, check_tiles, host, memory, results
 from benchmarks.noise import distance, noise
 from benchmarks.timing import clear
-from benchmarks.workloads import dtype_of
+from benchmarks.workloads import AttentionOps, dtype_of
 from ds_memo.swap.streams import H2D, CudaStreams
 from ds_memo.units import GIB
 from tests import models
@@ -69,6 +61,8 @@ MODELS: dict[str, Callable[[torch.dtype], nn.Module]] = {
     "dropout": lambda dtype: models.build("gpt2", dtype, attn_pdrop=0.1, resid_pdrop=0.1, embd_pdrop=0.1),
 }
 """The models of the tests, and one that draws random numbers inside and outside attention."""
+APART = ("allocator", "flex", "tiles", "tiles_float32")
+"""Parts that run where --parts names them: their processes import everything, or wait for a compiler."""
 ALPHAS, RESIDENTS = (0.0, 0.125, 0.5, 0.875, 1.0), (0, 2, models.LAYERS)
 
 
@@ -102,7 +96,7 @@ def gradients_of(
     """
     batch = models.Batch.random(*size, dtype).to(next(model.parameters()).device)
     zero = models.ZERO_GRADIENTS.get(name, ())
-    with attention.Seen() as seen:
+    with AttentionOps() as seen:
         want = models.step(model, batch)
     bar = noise(lambda: models.step(model, batch).grads, want.grads, dtype, ORDERS, zero)
     row: dict[str, Any] = {"bar": bar, "worst": 0.0, "kernels": sorted(set(seen.names)), "failures": []}
@@ -203,16 +197,66 @@ def stored_and_live(device: torch.device, dtype: torch.dtype, **size: int) -> di
     return {"rows": [asdict(row) for row in rows], "failures": [miss for row in rows for miss in row.misses()]}
 
 
-def attempt(name: str, part: Callable[[], Any], left: Callable[[], float]) -> Any:
-    """Return a part's result, or a failure if it raises or would begin too late."""
-    if left() < LIMIT_S / 8:
-        return {"failures": [f"{name}: left out, {left():.0f} of {LIMIT_S} s are left"]}
+def flex(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """Compare gradients with the model without memo, within half precision; the loss to the bit; attention runs once."""
+    model = models.build("llama", dtype, attn_implementation="flex_attention").to(device)
+    batch = models.Batch.random(2, 256, dtype).to(device)
+    want = models.step(model, batch, use_cache=False)
+    failures, worst = [], 0.0
+    for alpha, residents in itertools.product((0.0, 0.5, 1.0), (0, 2)):
+        at = f"flex, alpha {alpha} resident {residents}"
+        handle = ds_memo.attach(model, {"alpha": alpha, "resident_layers": residents})
+        try:
+            for _ in range(3):
+                got = models.step(model, batch, use_cache=False)
+                worst = max(worst, *distance(got.grads, want.grads, ()).values())
+                models.assert_same(got, want, models.BF16)
+            if again := handle.report()["attention_recomputed"]:
+                failures.append(f"{at}: attention ran again {again} times")
+        except models.Different as different:
+            failures.append(f"{at}: {different}")
+        finally:
+            handle.detach()
+    print(f"    worst gradient {worst:.1e} off, bar {models.BF16:.0e}, {len(failures)} failures")
+    return {"worst": worst, "failures": failures}
+
+
+def planned_memory(device: torch.device, left: float) -> dict[str, Any]:
+    """Run the scenarios of the allocator op, each kind of segments in a process of its own, and time its requests."""
+    result: dict[str, Any] = {"failures": [], "scenarios": {}}
+    for expandable in (False, True) if device.type == "cuda" else ():
+        segments = f"expandable_segments:{expandable}"
+        passed, failures = scenarios(segments if expandable else "", left)
+        print(f"    {segments}: {passed} scenarios passed")
+        result["scenarios"][segments] = passed
+        result["failures"] += [f"allocator, {segments}: {failure}" for failure in failures]
+    indexed = torch.empty(0, device=device).device  # the op wants the device's number
+    result["pairs"] = allocator.measure(10, indexed)  # its bars, nanoseconds, depend on what else runs: no failures
+    return result
+
+
+def scenarios(segments: str, seconds: float) -> tuple[int, list[str]]:
+    """Return the number of scenarios that passed, and the failures.
+
+    Args:
+        segments: PYTORCH_CUDA_ALLOC_CONF; if it is not empty, ds_memo does not change how blocks are split.
+    """
+    ran = subprocess.Popen(
+        [sys.executable, "-m", "tests.ops.cuda_scenarios"],
+        env=os.environ | {"PYTORCH_CUDA_ALLOC_CONF": segments},
+        cwd=Path(__file__).parents[2],
+        text=True,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
     try:
-        return part()
-    except (Exception, SystemExit) as error:
-        traceback.print_exc()
-        gc.collect()  # handles of models that are gone
-        return {"failures": [f"{name}: {type(error).__name__}: {error}"]}
+        said, _ = ran.communicate(timeout=None if math.isinf(seconds) else seconds)
+    except subprocess.TimeoutExpired:
+        ran.kill()
+        said, _ = ran.communicate()
+    passed = sum(line.startswith("ok ") for line in said.splitlines())
+    return passed, [f"exit {ran.returncode}: {said[-5000:]}"] if ran.returncode else []
 
 
 def parts(device: torch.device, left: Callable[[], float]) -> dict[str, Callable[[], Any]]:
@@ -231,9 +275,7 @@ def parts(device: torch.device, left: Callable[[], float]) -> dict[str, Callable
         with sdpa_kernel(list(OTHER_ATTENTION)):
             return part(device, dtype, **less)
 
-    found: dict[str, Callable[[], Any]] = {"environment": lambda: environment(device)}
-    if cuda:
-        found["host"] = lambda: {"bytes": host.grow(HOST)}
+    found: dict[str, Callable[[], Any]] = {"host": lambda: {"bytes": host.grow(HOST)}} if cuda else {}
     found |= {
         "gradients": lambda: gradients(device, dtype, **settings),
         "stream_order": lambda: stream_order(device, dtype, 30 if cuda else 5),
@@ -241,78 +283,40 @@ def parts(device: torch.device, left: Callable[[], float]) -> dict[str, Callable
     if cuda:
         found["gradients_without_cudnn"] = lambda: without_cudnn(gradients, alphas=(0.0, 0.5, 1.0), residents=(0, 2))
         found["stream_order_without_cudnn"] = lambda: without_cudnn(stream_order, schedules=10)
-    found |= {
+    return found | {
         "memory": lambda: stored_and_live(device, dtype, **size),
-        "overhead": lambda: overhead.measure_all(device, rounds=5 if cuda else 1),
-        "link": lambda: link.measure(device, gib=1.0 if cuda else 0.03),
-        "allocator": lambda: check_addresses.measure(device, attempt, left),
-        "flex": lambda: check_flex.measure(device, dtype) if cuda else {"skipped": "PyTorch's has no backward on a CPU"},
+        "allocator": lambda: planned_memory(device, left()),
+        "flex": lambda: flex(device, dtype) if cuda else {"skipped": "PyTorch's has no backward on a CPU"},
         "tiles": lambda: check_tiles.measure(device, dtype),
         "tiles_float32": lambda: check_tiles.measure(device, torch.float32, check_tiles.FLOAT32),
     }
-    return found
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser("gpu.sh check", description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu", "emulator"))
-    parser.add_argument(
-        "--parts", type=lambda text: text.split(","), metavar="A,B", help=f"default: all but {', '.join(results.APART)}"
-    )
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--parts", type=lambda text: text.split(","), metavar="A,B", help=f"default: all but {', '.join(APART)}")
+    parser.add_argument("--out", help="file or folder of the result; absent: $OUT, else benchmarks/results")
     options = parser.parse_args(arguments)
-    if options.device == "emulator" and not is_emulated():
-        return run_emulated_verb("check", sys.argv[1:] if arguments is None else arguments)
-    emulated = options.device == "emulator"
-    device = results.device_or_exit("cuda" if emulated else options.device, "check")
-    begin = time.perf_counter()
-
-    def left() -> float:
-        return (LIMIT_S if device.type == "cuda" and not emulated else math.inf) - (time.perf_counter() - begin)
-
-    table = parts(device, left)
-    named = options.parts or [name for name in table if name not in results.APART]
+    device = results.device_or_exit(options.device, "check")
+    table = parts(device, lambda: left())
+    named = options.parts or [name for name in table if name not in APART]
     if unknown := set(named) - table.keys():
         parser.error(f"--parts: got {', '.join(sorted(unknown))}; allowed: {', '.join(table)}")
-    asked = {name: part for name, part in table.items() if name in ("environment", *named)}
-    if emulated:
-        return rehearsed(asked, left, options.out)
-    result: dict[str, Any] = {"verb": "check"}
-    stem = f"check_{'_'.join(named)}" if options.parts else "check"
-    out = options.out or results.folder(None) / f"{stem}-{device.type}.json"
-    for name, part in asked.items():
-        print(f"== {name}", flush=True)
-        result[name] = attempt(name, part, left)
-        if name == "environment":
-            print("\n".join(f"    {key}: {value}" for key, value in result[name].items()))
-        result["seconds"] = time.perf_counter() - begin
-        found = [part for part in result.values() if isinstance(part, dict)]
-        result["failures"] = failures = [failure for part in found for failure in part.get("failures", ())]
-        results.write(out, result, unfinished=True)
-    results.write(out, result, unfinished=False)
-    print(f"== {result['seconds']:.0f} s, {len(failures)} failures, written to {out}")
-    print("\n".join(failures))
-    return 1 if failures else 0
+    run = results.Run("check", device, options.out, vars(options))
 
+    def left() -> float:
+        return (LIMIT_S if device.type == "cuda" else math.inf) - run.seconds()
 
-def rehearsed(asked: dict[str, Callable[[], Any]], left: Callable[[], float], out: Path | None) -> int:
-    """Run the parts over the emulator and print the seconds of its clock, which knows no Python. Values mean nothing there; a
-    part that raises would on a GPU."""
-    clock_s, raised = {}, []
-    with emulation(emulated=True) as clock:
-        for name, part in asked.items():
-            begin = clock.now()
-            try:
-                part()
-            except Exception as error:
-                traceback.print_exc()
-                raised.append(f"{name}: {type(error).__name__}: {error}")
-            clock_s[name] = clock.now() - begin
-            print(f"    {name:27s} {clock_s[name]:6.1f} s by the clock", flush=True)
-    if out is not None:
-        results.write(out, {"verb": "check, emulated", "clock_s": clock_s, "failures": raised}, unfinished=False)
-    print("\n".join(raised))
-    return 1 if raised else 0
+    for name in (name for name in table if name in named):
+        results.say(f"== {name}")
+        if left() < LIMIT_S / 8:
+            run.failures.append(f"{name}: left out, {left():.0f} of {LIMIT_S} s are left")
+            continue
+        found = run.attempt(name, table[name])
+        run.failures += (found or {}).get("failures", ())
+        run.save(**{name: found})
+    return run.finish()
 
 
 if __name__ == "__main__":

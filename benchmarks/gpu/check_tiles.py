@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 import ds_memo
-from benchmarks import attention, tile_models
+from benchmarks import tile_models
 from benchmarks.noise import distance
 from benchmarks.timing import clear
+from benchmarks.workloads import AttentionOps
 from ds_memo.remat.undo import changed
 from tests import models
 
@@ -64,7 +65,7 @@ def _half(name: str, device: torch.device, dtype: torch.dtype) -> dict[str, Any]
     stock = error(models.step(model, batch))
     bar = ROUNDINGS * max(stock, torch.finfo(dtype).eps)
     row: dict[str, Any] = {"bar": bar, "stock": stock, "worst": 0.0, "failures": []}
-    with attention.Seen() as seen:
+    with AttentionOps() as seen:
         for alpha, groups in SETTINGS:
             at = f"{name} in tiles, alpha {alpha}, {groups} groups of heads"
             config = {"alpha": alpha, "resident_layers": 0, "tile_tokens": TILE, "head_groups": groups}

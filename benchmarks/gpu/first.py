@@ -23,33 +23,24 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import math
+import os
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 
-from benchmarks import first_attention, first_copies, first_gradients, first_large, first_steps, results
-from benchmarks.assertions import FAIL, NOT_JUDGED, Assertion, Machine, line
-from benchmarks.emulated_process import is_emulated
-from benchmarks.emulated_verbs import emulation, run_emulated_verb
+from benchmarks import first_copies, first_gradients, first_large, first_steps, results  # noqa: F401 (each adds its assertions)
+from benchmarks.assertions import ASSERTIONS, FAIL, NOT_JUDGED, Assertion, Machine, line
+from benchmarks.emulated_process import is_emulated, run_emulated, without_values
+from benchmarks.emulated_time import keeping_time
+from ds_memo.estimate import hardware
 
 LIMIT_S = 120
 """Seconds after the imports. An assertion that would begin later is a failure."""
-ASSERTIONS = [
-    *first_attention.POINT_1,
-    *first_copies.POINT_2,
-    *first_copies.POINT_3,
-    *first_copies.POINT_4,
-    *first_gradients.POINT_5,
-    *first_steps.POINT_6,
-    *first_gradients.POINT_7,
-    *first_attention.POINT_8,
-    *first_steps.POINT_9,
-    *first_steps.POINT_10,
-    *first_large.POINT_11,
-    *first_steps.SANITIZED,
-]
+IN_ORDER = sorted(ASSERTIONS, key=lambda assertion: (assertion.measure is first_steps.sanitizer, assertion.point))
+"""The sanitizer takes what time is left."""
 POINTS = sorted({assertion.point for assertion in ASSERTIONS})
 
 
@@ -79,12 +70,18 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--points", type=int, nargs="+", choices=POINTS, default=POINTS, help="default: all")
     parser.add_argument("--out", help="file or folder of the result; absent: $OUT, else benchmarks/results")
     options = parser.parse_args(arguments)
-    if options.device == "emulator" and not is_emulated():
-        return run_emulated_verb("first", sys.argv[1:] if arguments is None else arguments)
     emulated = options.device == "emulator"
+    if emulated and not is_emulated():
+        os.environ["EMULATED_CALLS"] = "1"
+        words = sys.argv[1:] if arguments is None else arguments
+        return run_emulated("benchmarks.first", list(words), 139.8)
     device = results.device_or_exit("cuda" if emulated else options.device, "first")
-    asked = [assertion for assertion in ASSERTIONS if assertion.point in options.points]
-    with emulation(emulated), tempfile.TemporaryDirectory() as folder:
+    asked = [assertion for assertion in IN_ORDER if assertion.point in options.points]
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        if emulated:
+            without_values()
+            stack.enter_context(keeping_time(hardware.load("h200")))
         run = results.Run("first", device, options.out or (folder if emulated else None), vars(options))
         run.found["verb"] = "first, emulated" if emulated else "first"  # no GPU's result
         end = math.inf if device.type == "cpu" or emulated else time.perf_counter() + LIMIT_S

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import host, link, streams
-from benchmarks.assertions import DRIVER, TIMES, Assertion, Machine, Measured
+from benchmarks.assertions import DRIVER, TIMES, Machine, Measured, asserts
 from ds_memo.memory.host import available_bytes
 from ds_memo.swap import pinned_segments
 from ds_memo.swap.stream_protocol import D2H, H2D
@@ -24,6 +24,13 @@ LEAST_BESIDE, MOST_SLOWDOWN = 0.9, 1.05
 _ISSUED = 256
 
 
+@asserts(
+    2,
+    "memory of the host slab",
+    "page-locked",
+    "read HostPool._grow and pinned_segments.pin in ds_memo/swap: cudaHostRegister was left out or undone",
+    only_cuda=True,
+)
 def pinned(machine: Machine) -> Measured:
     ends = link.Link(machine.device, 1 << 20)
     is_pinned = ends.there.is_pinned()
@@ -31,6 +38,14 @@ def pinned(machine: Machine) -> Measured:
     return Measured("page-locked" if is_pinned else "pageable", is_pinned)
 
 
+@asserts(
+    2,
+    "copies in a trace",
+    "Device -> Pinned and Pinned -> Device",
+    "a copy is staged where its block spans two segments or its tensor is not contiguous: read Block.views and SwapEngine",
+    DRIVER,
+    only_cuda=True,
+)
 def copies_in_a_trace(machine: Machine) -> Measured:
     ends = link.Link(machine.device, 1 << 26)
     with tempfile.TemporaryDirectory() as folder:
@@ -41,6 +56,14 @@ def copies_in_a_trace(machine: Machine) -> Measured:
     return Measured(", ".join(names) or "no copy", held)
 
 
+@asserts(
+    2,
+    "host time per copy",
+    f"< {MOST_US} us",
+    "a copy that takes longer waits for the device: if memory is page-locked, read CudaStreams.copy under py-spy",
+    TIMES,
+    only_cuda=True,
+)
 def host_time(machine: Machine) -> Measured:
     ends = link.Link(machine.device, 1 << 20)
     took = {}
@@ -71,6 +94,13 @@ def _locked(machine: Machine) -> dict[str, float]:
     return found | {"total_before": before, "total_after": host.total_bytes()}
 
 
+@asserts(
+    3,
+    "touching and locking host memory",
+    f">= {LEAST_LOCKED:g} GB/s",
+    "set transparent_hugepage to madvise or always, give the process more cores, or set a smaller memo.host_memory_gib",
+    TIMES,
+)
 def locking(machine: Machine) -> Measured:
     found = _locked(machine)
     gb = found["bytes"] / 1e9
@@ -80,6 +110,13 @@ def locking(machine: Machine) -> Measured:
     return Measured(f"{words}, together {rate:.2g} GB/s", rate >= LEAST_LOCKED, found)
 
 
+@asserts(
+    3,
+    "memory of the machine while it is used",
+    "MemTotal unchanged",
+    "this machine grows as it is used, and budgets count what it has. benchmarks/host.py makes it grow first: do so before "
+    "training, or set memo.host_memory_gib",
+)
 def machine_stays(machine: Machine) -> Measured:
     found = _locked(machine)
     before, after = found["total_before"], found["total_after"]
@@ -91,6 +128,14 @@ def _under_gemms(machine: Machine) -> dict[str, dict[str, float]]:
     return link.under_gemms(machine.device, 1.0)
 
 
+@asserts(
+    4,
+    "copies",
+    f">= {LEAST_COPIED:g} GB/s each way, beside GEMMs >= {LEAST_BESIDE:g} of it",
+    "look at the link (`nvidia-smi -q`, `nvidia-smi topo -m`), at the NUMA node (ds_memo/memory/numa.py) and at other jobs",
+    TIMES,
+    only_cuda=True,
+)
 def copies(machine: Machine) -> Measured:
     rows = _under_gemms(machine)
     words = [f"{name} {row['gb_per_s']:.1f}, {row['gb_per_s_beside']:.1f}" for name, row in rows.items()]
@@ -99,75 +144,15 @@ def copies(machine: Machine) -> Measured:
     return Measured(f"alone and beside GEMMs, GB/s: {'; '.join(words)}", alone and kept, rows)
 
 
+@asserts(
+    4,
+    "GEMMs beside copies",
+    f"<= x{MOST_SLOWDOWN:g}",
+    "copies take SMs or the device's bandwidth: see in a trace if they are kernels. The solver's steps are too short by this",
+    TIMES,
+    only_cuda=True,
+)
 def gemms(machine: Machine) -> Measured:
     slowed = {name: row["gemm_slowdown"] for name, row in _under_gemms(machine).items()}
     words = ", ".join(f"{name} x{slower:.3f}" for name, slower in slowed.items())
     return Measured(words, max(slowed.values()) <= MOST_SLOWDOWN, slowed)
-
-
-POINT_2 = [
-    Assertion(
-        2,
-        "memory of the host slab",
-        "page-locked",
-        "read HostPool._grow and pinned_segments.pin in ds_memo/swap: cudaHostRegister was left out or undone",
-        pinned,
-        only_cuda=True,
-    ),
-    Assertion(
-        2,
-        "copies in a trace",
-        "Device -> Pinned and Pinned -> Device",
-        "a copy is staged where its block spans two segments or its tensor is not contiguous: read Block.views and SwapEngine",
-        copies_in_a_trace,
-        frozenset({DRIVER}),
-        only_cuda=True,
-    ),
-    Assertion(
-        2,
-        "host time per copy",
-        f"< {MOST_US} us",
-        "a copy that takes longer waits for the device: if memory is page-locked, read CudaStreams.copy under py-spy",
-        host_time,
-        frozenset({TIMES}),
-        only_cuda=True,
-    ),
-]
-POINT_3 = [
-    Assertion(
-        3,
-        "touching and locking host memory",
-        f">= {LEAST_LOCKED:g} GB/s",
-        "set transparent_hugepage to madvise or always, give the process more cores, or set a smaller memo.host_memory_gib",
-        locking,
-        frozenset({TIMES}),
-    ),
-    Assertion(
-        3,
-        "memory of the machine while it is used",
-        "MemTotal unchanged",
-        "this machine grows as it is used, and budgets count what it has. benchmarks/host.py makes it grow first: do so before "
-        "training, or set memo.host_memory_gib",
-        machine_stays,
-    ),
-]
-POINT_4 = [
-    Assertion(
-        4,
-        "copies",
-        f">= {LEAST_COPIED:g} GB/s each way, beside GEMMs >= {LEAST_BESIDE:g} of it",
-        "look at the link (`nvidia-smi -q`, `nvidia-smi topo -m`), at the NUMA node (ds_memo/memory/numa.py) and at other jobs",
-        copies,
-        frozenset({TIMES}),
-        only_cuda=True,
-    ),
-    Assertion(
-        4,
-        "GEMMs beside copies",
-        f"<= x{MOST_SLOWDOWN:g}",
-        "copies take SMs or the device's bandwidth: see in a trace if they are kernels. The solver's steps are too short by this",
-        gemms,
-        frozenset({TIMES}),
-        only_cuda=True,
-    ),
-]

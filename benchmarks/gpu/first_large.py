@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.assertions import DRIVER, VALUES, Assertion, Machine, Measured, Skip
+from benchmarks.assertions import DRIVER, VALUES, Machine, Measured, Skip, asserts
 from benchmarks.timing import clear
 from benchmarks.workloads import dtype_of
 from ds_memo.remat.op_policy import compute_rows
@@ -151,10 +151,6 @@ def _liger_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return LigerRMSNormFunction.apply(x, weight, 1e-5, 0.0, "llama", False)
 
 
-_CURE = (
-    "pass fewer tokens to a rank (sequence_parallel_size), or fewer to the kernel: memo.tile_tokens cuts all of these but "
-    "attention, memo.head_groups attention. Report the kernel to its project"
-)
 _FUNCTIONS: dict[str, Callable[[Machine], Measured]] = {
     "PyTorch's RMSNorm": functools.partial(of_tokens, fn=lambda x, w: F.rms_norm(x, (WIDTH,), w), weights=[(WIDTH,)]),
     "PyTorch's LayerNorm": functools.partial(
@@ -169,14 +165,13 @@ _FUNCTIONS: dict[str, Callable[[Machine], Measured]] = {
     "flash attention": functools.partial(attention, backend=SDPBackend.FLASH_ATTENTION),
     "cuDNN's attention": functools.partial(attention, backend=SDPBackend.CUDNN_ATTENTION),
 }
-POINT_11 = [
-    Assertion(
+for _name, _measure in _FUNCTIONS.items():
+    asserts(
         11,
-        f"{name} past 2³¹ elements",
+        f"{_name} past 2³¹ elements",
         f"within {NEAR:g} of its parts",
-        _CURE,
-        measure,
-        frozenset({VALUES, DRIVER} if "cuDNN" in name else {VALUES}),
-    )
-    for name, measure in _FUNCTIONS.items()
-]
+        "pass fewer tokens to a rank (sequence_parallel_size), or fewer to the kernel: memo.tile_tokens cuts all of these but "
+        "attention, memo.head_groups attention. Report the kernel to its project",
+        VALUES,
+        *((DRIVER,) if "cuDNN" in _name else ()),
+    )(_measure)

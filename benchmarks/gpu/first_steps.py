@@ -16,7 +16,7 @@ import torch
 
 import ds_memo
 from benchmarks import cuda_calls, overhead, point, speed
-from benchmarks.assertions import DRIVER, TIMES, Assertion, Machine, Measured, Skip
+from benchmarks.assertions import DRIVER, TIMES, Machine, Measured, Skip, asserts
 from benchmarks.rivals import PLANNED, RIVALS, SWAPPING, Budget, Installed
 from benchmarks.timing import Memory, Trainer, clear, served
 from benchmarks.workloads import batch, build, gpt_shape, shapes
@@ -26,10 +26,14 @@ STEPS, STEPS_TO_A_PLAN = 3, 4
 SANITIZER, SANITIZER_S = "compute-sanitizer", 60
 PLANNED_STEPS = """
 import torch
-from benchmarks.planner import train
-from benchmarks.rivals import Budget
-from benchmarks.workloads import gpt_shape
-train(gpt_shape(2, 512, 4, (2048,)), True, [2048], Budget(torch.device("cuda"), 1 << 30))
+from benchmarks.rivals import RIVALS, SWAPPING, Budget
+from benchmarks.timing import Trainer
+from benchmarks.workloads import batch, build, gpt_shape
+device, shape = torch.device("cuda"), gpt_shape(2, 512, 4, (2048,))
+trainer = Trainer(build(shape, device), batch(shape, 2048, device))
+with RIVALS[SWAPPING].on(trainer.model, Budget(device, 1 << 30)) as installed:
+    for _ in range(10):
+        trainer.step(installed)
 """
 MOST_IDLE, MOST_OFF, MOST_STALLED = 0.10, 0.10, 0.02
 """Shares of a step."""
@@ -68,6 +72,13 @@ def _end_steady(machine: Machine) -> None:
     clear(machine.device)
 
 
+@asserts(
+    6,
+    "steady steps under sync-debug mode",
+    "no call that synchronizes",
+    "the traceback above names the line: read the value later, from pinned memory behind an event, or agree over gloo",
+    only_cuda=True,
+)
 def no_hidden_sync(machine: Machine) -> Measured:
     steady = _steady(machine)
     torch.cuda.set_sync_debug_mode("error")
@@ -78,11 +89,25 @@ def no_hidden_sync(machine: Machine) -> Measured:
     return Measured(f"none in {STEPS} steps", held=True)
 
 
+@asserts(
+    6,
+    "calls of CUDA in steady steps",
+    "no malloc, free, registering or synchronizing",
+    "cudaMalloc: a request missed its plan (next point). cudaHostRegister: the slab grew, so a frame is larger than planned. "
+    "synchronize: find who waits with py-spy or in the trace's stacks",
+    only_cuda=True,
+)
 def no_calls(machine: Machine) -> Measured:
     calls = cuda_calls.unwanted(_steady(machine).take, machine.emulated)
     return Measured(", ".join(f"{name} x{n}" for name, n in calls.items()) or f"none in {STEPS} steps", not calls, calls)
 
 
+@asserts(
+    9,
+    "planned addresses in steady steps",
+    "hits, no misses, no cudaMalloc or cudaFree",
+    "read the misses' reason in docs/troubleshooting.md",
+)
 def addresses(machine: Machine) -> Measured:
     steady = _steady(machine)
     before, memory = steady.handle.report()["plan"], Memory(machine.device)
@@ -96,6 +121,15 @@ def addresses(machine: Machine) -> Measured:
     return Measured(text, bool(row["hits"]) and not row["misses"] and not row.get("calls"), row)
 
 
+@asserts(
+    9,
+    "compute-sanitizer on a planned step",
+    "no errors",
+    "the first error names a kernel and an address: see if it is in the arena, and run PLANNED_STEPS (first_steps.py) without "
+    "a plan",
+    DRIVER,
+    only_cuda=True,
+)
 def sanitizer(machine: Machine) -> Measured:
     if shutil.which(SANITIZER) is None:
         raise Skip(f"{SANITIZER} is not on the PATH; it comes with the CUDA toolkit")
@@ -109,6 +143,13 @@ def sanitizer(machine: Machine) -> Measured:
     return Measured(said[-1].strip("= ") if said else f"exit {done.returncode}", done.returncode == 0, {"said": said[:50]})
 
 
+@asserts(
+    10,
+    "host time that ds_memo adds per layer and pass",
+    f"<= {overhead.GOAL_MS:g} ms",
+    "profile `python -m benchmarks.overhead` with py-spy; small models at short lengths will be bound by the host",
+    TIMES,
+)
 def host_time(machine: Machine) -> Measured:
     with contextlib.redirect_stdout(io.StringIO()):
         found = overhead.measure_all(machine.device, rounds=2)
@@ -130,16 +171,24 @@ def _point(machine: Machine) -> dict[str, Any]:
     device = machine.device
     shape = shapes(device)["gpt7b"]
     length = 4096 if machine.cuda else shape.lengths[0]
-    with tempfile.TemporaryDirectory() as cache, tempfile.TemporaryDirectory() as made:
+    with tempfile.TemporaryDirectory() as cache:
         tight = int(TIGHT_GIB * GIB) if machine.cuda else None
         budget = Budget(device, 8 * GIB, tight, cache_dir=cache)
         rivals = [RIVALS[PLANNED], RIVALS[SWAPPING]]
         with contextlib.redirect_stdout(io.StringIO()) as said:
-            found = point.run_point(build(shape, device), shape, length, rivals, budget, (1, 3), False, Path(made))
+            found = point.run_point(shape, length, rivals, budget)
             speed.show(found | {"claims": []})
     return found | {"said": said.getvalue()}
 
 
+@asserts(
+    10,
+    "compute idle at 4K",
+    f"<= {MOST_IDLE:.0%}",
+    "profile a step (torch.profiler): gaps behind copies are stalls, gaps elsewhere are host time",
+    DRIVER,
+    only_cuda=True,
+)
 def idle(machine: Machine) -> Measured:
     seen = _point(machine)["streams"]
     if "compute_share" not in seen:
@@ -148,6 +197,14 @@ def idle(machine: Machine) -> Measured:
     return Measured(f"{share:.1%} of {seen['span_s'] * 1e3:.1f} ms", share <= MOST_IDLE, seen)
 
 
+@asserts(
+    10,
+    "step against its prediction",
+    f"within {MOST_OFF:.0%}",
+    "compare the profile's layer times with the trace: clocks, warm caches (docs/estimate.md); then the device's file in "
+    "ds_memo/estimate/hardware_data",
+    TIMES,
+)
 def prediction(machine: Machine) -> Measured:
     found = _point(machine)
     row, said = found["rivals"][PLANNED], found["predicted"]
@@ -161,6 +218,13 @@ def prediction(machine: Machine) -> Measured:
     return Measured(text, abs(off) <= MOST_OFF, {"predicted": said})
 
 
+@asserts(
+    10,
+    "stalls",
+    f"<= {MOST_STALLED:.0%} of the step above the predicted ones",
+    "copies are slower than profiled: compare with the rates of point 4, and look for other jobs on the link",
+    TIMES,
+)
 def stalls(machine: Machine) -> Measured:
     """Compare with the solver's: short layers cannot hide all copies, and it knows."""
     rivals = _point(machine)["rivals"]
@@ -176,96 +240,16 @@ def stalls(machine: Machine) -> Measured:
     return Measured("; ".join(words), all(found - told <= MOST_STALLED for found, told in shares.values()), shares)
 
 
+@asserts(
+    10,
+    "device memory outside PyTorch",
+    f"<= {MOST_OUTSIDE / GIB:g} GiB",
+    "other processes (`nvidia-smi`), or libraries' workspaces: set memo.device_memory_gib lower by what is above the bar",
+    DRIVER,
+    only_cuda=True,
+)
 def outside_torch(machine: Machine) -> Measured:
     torch.cuda.synchronize(machine.device)
     free, total = torch.cuda.mem_get_info(machine.device)
     outside = total - free - torch.cuda.memory_reserved(machine.device)
     return Measured(f"{outside / GIB:.2f} GiB", outside <= MOST_OUTSIDE, {"bytes": outside})
-
-
-POINT_6 = [
-    Assertion(
-        6,
-        "steady steps under sync-debug mode",
-        "no call that synchronizes",
-        "the traceback above names the line: read the value later, from pinned memory behind an event, or agree over gloo",
-        no_hidden_sync,
-        only_cuda=True,
-    ),
-    Assertion(
-        6,
-        "calls of CUDA in steady steps",
-        "no malloc, free, registering or synchronizing",
-        "cudaMalloc: a request missed its plan (next point). cudaHostRegister: the slab grew, so a frame is larger than planned. "
-        "synchronize: find who waits with py-spy or in the trace's stacks",
-        no_calls,
-        only_cuda=True,
-    ),
-]
-POINT_9 = [
-    Assertion(
-        9,
-        "planned addresses in steady steps",
-        "hits, no misses, no cudaMalloc or cudaFree",
-        "read the misses' reason in docs/troubleshooting.md; `gpu.sh planner` compares all ways to allocate",
-        addresses,
-    ),
-]
-SANITIZED = [
-    Assertion(
-        9,
-        "compute-sanitizer on a planned step",
-        "no errors",
-        "the first error names a kernel and an address: see if it is in the arena, and run PLANNED_STEPS (first_steps.py) with "
-        "False for True",
-        sanitizer,
-        frozenset({DRIVER}),
-        only_cuda=True,
-    ),
-]
-"""A part of point 9. It takes what time is left, so it comes last."""
-POINT_10 = [
-    Assertion(
-        10,
-        "host time that ds_memo adds per layer and pass",
-        f"<= {overhead.GOAL_MS:g} ms",
-        "profile `python -m benchmarks.overhead` with py-spy; small models at short lengths will be bound by the host",
-        host_time,
-        frozenset({TIMES}),
-    ),
-    Assertion(
-        10,
-        "compute idle at 4K",
-        f"<= {MOST_IDLE:.0%}",
-        "`gpu.sh speed` keeps the trace: gaps behind copies are stalls, gaps elsewhere are host time",
-        idle,
-        frozenset({DRIVER}),
-        only_cuda=True,
-    ),
-    Assertion(
-        10,
-        "step against its prediction",
-        f"within {MOST_OFF:.0%}",
-        "compare the profile's layer times with the trace: clocks, warm caches (docs/estimate.md); then the device's file in "
-        "ds_memo/estimate/hardware_data",
-        prediction,
-        frozenset({TIMES}),
-    ),
-    Assertion(
-        10,
-        "stalls",
-        f"<= {MOST_STALLED:.0%} of the step above the predicted ones",
-        "copies are slower than profiled: compare with the rates of point 4, and look for other jobs on the link",
-        stalls,
-        frozenset({TIMES}),
-    ),
-    Assertion(
-        10,
-        "device memory outside PyTorch",
-        f"<= {MOST_OUTSIDE / GIB:g} GiB",
-        "other processes (`nvidia-smi`), or libraries' workspaces: set memo.device_memory_gib lower by what is above the bar",
-        outside_torch,
-        frozenset({DRIVER}),
-        only_cuda=True,
-    ),
-]

@@ -9,6 +9,7 @@ Which kernel runs is PyTorch's choice. A kernel's outputs are recorded in the fo
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.workloads import heads_to_ranks, ranks_to_heads, sdpa
+from benchmarks.workloads import sdpa
 from ds_memo.remat.op_policy import ATTENTION
 
 MOST_GROUPS = 8
@@ -42,6 +43,23 @@ class _Kernel(TorchDispatchMode):
         if self.outputs is None:
             self.outputs = func(*args, **(kwargs or {}))
         return self.outputs
+
+
+def traded(x: Tensor) -> Tensor:
+    """Stand for the all-to-all of (ranks, …): this process keeps its bytes. A test on two ranks has the real one."""
+    return x
+
+
+def heads_to_ranks(x: Tensor, ranks: int) -> Tensor:
+    """(b, heads, rows, d) → (b, heads/ranks, ranks·rows, d), as the all-to-all in front of attention moves bytes."""
+    if ranks == 1:
+        return x
+    return traded(x.unflatten(1, (ranks, -1)).movedim(1, 0)).movedim(0, 2).contiguous().flatten(2, 3)
+
+
+def ranks_to_heads(x: Tensor, ranks: int) -> Tensor:
+    """The way back: (b, heads/ranks, ranks·rows, d) → (b, rows, heads, d), contiguous."""
+    return traded(x.unflatten(2, (ranks, -1)).movedim(2, 0)).permute(1, 3, 0, 2, 4).flatten(2, 3).contiguous()
 
 
 class Layout:
@@ -132,3 +150,42 @@ def in_head_groups(module: nn.Module, ranks: int) -> Callable[..., tuple[Tensor,
         return last(_HeadGroups.apply(layout, hidden_states, *position_embeddings, *parameters)), None
 
     return forward
+
+
+# ---- MLPs
+
+
+class _Tiles(torch.autograd.Function):
+    """An MLP in as many tiles as ALST's recipe gives it. DeepSpeed's TiledMLP joins its tiles' outputs, and holds them twice
+    meanwhile. Here they are written into one tensor. As there, each tile adds its weight gradients to `.grad`."""
+
+    @staticmethod
+    def forward(ctx: Any, mlp: Callable[[Tensor], Tensor], x: Tensor, *parameters: nn.Parameter) -> Tensor:
+        ctx.mlp = mlp
+        ctx.save_for_backward(x)
+        out = torch.empty_like(x)
+        for rows, to in _tiles(x, out):
+            to.copy_(mlp(rows))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        dx = torch.empty_like(x)
+        for rows, of_output, of_rows in _tiles(x, gradient, dx):
+            rows = rows.detach().requires_grad_()
+            with torch.enable_grad():
+                out = ctx.mlp(rows)
+            out.backward(of_output)
+            of_rows.copy_(rows.grad)
+        return None, dx, *(None for _ in ctx.needs_input_grad[2:])
+
+
+def _tiles(*tensors: Tensor) -> Any:
+    rows, hidden = tensors[0].shape[1:]
+    return zip(*(x.chunk(math.ceil(rows / hidden), 1) for x in tensors), strict=True)
+
+
+def in_tiles(forward: Callable[[Tensor], Tensor], parameters: list[nn.Parameter]) -> Callable[[Tensor], Tensor]:
+    """Return an MLP's forward that runs tile by tile, now and again in the backward."""
+    return lambda x: _Tiles.apply(forward, x, *parameters)

@@ -5,18 +5,16 @@ from __future__ import annotations
 import mmap
 import os
 import time
-from collections.abc import Callable, Sized
 
 import torch
 
+from benchmarks.emulated_process import is_emulated
 from ds_memo.memory.host import available_bytes, budget_bytes
 from ds_memo.units import GIB
 
 STEP = 4 * GIB
 PATIENCE_S = 2.0
 """Seconds to wait for growth after each block."""
-IDLE_S = 15.0
-"""Seconds without growth, while memory is used, after which a machine counts as grown: a large one takes minutes to half fill."""
 MOST_S = 40.0
 """Seconds that a machine may grow."""
 BESIDE = 16 * GIB
@@ -29,7 +27,7 @@ def budget(host_gib: float | None, device: torch.device, enough_gib: float = 48.
     Args:
         host_gib: at most; None: all there is, once the machine has grown to `enough_gib` and BESIDE.
     """
-    if device.type == "cuda":
+    if device.type == "cuda" and not is_emulated():
         grow(int((host_gib or enough_gib) * GIB) + BESIDE)
     return budget_bytes(host_gib, 1, locked=False)
 
@@ -47,33 +45,25 @@ def touch(nbytes: int) -> mmap.mmap:
     return block
 
 
-def grow(
-    wanted: int,
-    total: Callable[[], int] = total_bytes,
-    free: Callable[[], int] = lambda: available_bytes(),
-    use: Callable[[int], Sized] = touch,
-    wait: Callable[[float], None] = time.sleep,
-    clock: Callable[[], float] = time.monotonic,
-) -> int:
-    """Use memory, step by step, while the machine is smaller than `wanted` and grows, for MOST_S at most; then free it.
+def grow(wanted: int) -> int:
+    """Use memory, block by block, while the machine is smaller than `wanted` and grows, for MOST_S at most; then free it.
+
+    A machine may begin to grow only when it is half full.
 
     Returns:
         Bytes that the machine has then.
     """
-    held, most, begin = [], free() // 2, clock()
-    grew = begin
-    while (before := total()) < wanted and (step := min(STEP, free() // 2) >> 20 << 20) >= 1 << 24 and clock() - begin < MOST_S:
+    held, half, end = [], available_bytes() // 2, time.monotonic() + MOST_S
+    while (before := total_bytes()) < wanted and time.monotonic() < end:
+        step = min(STEP, available_bytes() // 2) >> 20 << 20
         try:
-            held.append(use(step))
-        except (OSError, MemoryError):  # it is as large as it gets
+            held.append(touch(step))
+        except (OSError, MemoryError, ValueError):  # it is as large as it gets
             break
-        for _ in range(10):
-            if total() > before:
-                grew = clock()
-                break
-            wait(PATIENCE_S / 10)
-        else:
-            if sum(map(len, held)) >= most or clock() - grew > IDLE_S:  # half full, and still as small
-                break
+        waited = time.monotonic() + PATIENCE_S
+        while total_bytes() == before and time.monotonic() < waited:
+            time.sleep(PATIENCE_S / 10)
+        if total_bytes() == before and sum(map(len, held)) >= half:
+            break
     held.clear()
-    return total()
+    return total_bytes()

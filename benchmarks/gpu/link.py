@@ -1,4 +1,4 @@
-"""GB/s of large copies between the device and the host slab: each direction alone, both at once, and under a running GEMM."""
+"""GB/s of large copies between the device and the host slab: each direction and both at once, alone and beside GEMMs."""
 
 from __future__ import annotations
 
@@ -80,16 +80,6 @@ class Link:
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
-
-
-def measure(device: torch.device, gib: float) -> dict[str, Any]:
-    """Measure each direction alone and both at once."""
-    link = Link(device, int(gib * GIB))
-    samples = {name: [link.alone_s(*way) for _ in range(SAMPLES + 1)][1:] for name, way in WAYS.items()}
-    rates = {name: link.rate(name, statistics.median(times)) for name, times in samples.items()}
-    print("    " + ", ".join(f"{name} {rate:.1f} GB/s" for name, rate in rates.items()))
-    link.close()
-    return {"gb_per_s": rates, "samples_s": samples, "bytes": link.nbytes}
 
 
 def under_gemms(device: torch.device, gib: float) -> dict[str, dict[str, float]]:

@@ -20,7 +20,7 @@ from ds_memo.units import GIB
 
 @contextlib.contextmanager
 def held_open(budget: Budget) -> Iterator[Budget]:
-    """Within the block the pool of ds_memo and of the paper's MEMO stays, with what it holds."""
+    """Within the block the pool of ds_memo stays, with what it holds."""
     device = torch.empty(0, device=budget.device).device  # with its index, as parameters have it
     slab = HostSlab(0, shared_pool(budget.host_bytes / GIB, device))
     try:

@@ -8,62 +8,63 @@ from __future__ import annotations
 
 import math
 import statistics
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from benchmarks import results, streams
+from benchmarks.emulated_process import is_emulated
 from benchmarks.noise import distance, noise
 from benchmarks.predict import hardware_of, in_words, predict
 from benchmarks.rivals import INPUT_OFFLOAD, OURS, PLANNED, RIVALS, SWAPPING, Budget, Installed, Rival
 from benchmarks.timing import Memory, Trainer, arena, clear, does_not_fit, placements, timed, use_expandable
-from benchmarks.workloads import Shape, batch, step_flops, tokens_of
+from benchmarks.workloads import Shape, batch, build
+from ds_memo.hf.model_flops import model_flops
 from ds_memo.memory.host import available_bytes
-from ds_memo.units import GIB
 
 WARM_UP = max(rival.warm_up for rival in RIVALS.values())
 """Steps of every rival before it is timed."""
 NEEDED = (PLANNED, "none", "checkpoint", *INPUT_OFFLOAD, SWAPPING)
 """Rivals that the bars name."""
-URGENT = (*NEEDED, "checkpoint+attention", "alst", "paper, planned", "paper")
+URGENT = (*NEEDED, "checkpoint+attention", "alst")
 """Order of the rivals, then the others: the most urgent ones come before the time is over."""
+
+Rows = dict[str, dict[str, Any]]
+"""What was found of each rival, by its name. "out" says why there is no more of it."""
 
 
 def run_point(
-    model: nn.Module,
     shape: Shape,
     length: int,
     rivals: list[Rival],
     budget: Budget,
-    visits: tuple[int, int],
-    compare: bool,
-    folder: Path,
+    turns: int = 1,
+    steps: int = 3,
+    compare: bool = False,
     until: float = math.inf,
     tell: Callable[[dict[str, Any]], Any] = lambda point: None,
 ) -> dict[str, Any]:
     """Measure one point: raw samples, memory and reports of every rival.
 
     Args:
-        visits: turns of each rival, and steps timed in a turn.
+        turns: of each rival.
+        steps: timed in a turn.
         compare: compare the gradients too.
-        folder: for the profile, the trace and the picture of the streams.
         until: no turn begins later, by time.perf_counter().
         tell: called with the point after the prediction, and after every turn of a rival.
     """
-    trainer = Trainer(model, batch(shape, length, budget.device))
-    budget = replace(budget, ranks=shape.ranks, layer_forward_s=trainer.layer_forward_s(shape.layers))
+    device = budget.device
+    trainer = Trainer(build(shape, device), batch(shape, length, device))
+    flops = model_flops(trainer.model, length) or 0.0
     rivals = sorted(rivals, key=urgency)
-    rows: dict[str, dict[str, Any]] = {rival.name: {"samples_s": [], "turns_s": []} for rival in rivals}
-    point: dict[str, Any] = {"workload": shape.name, "length": length, "rows_of_this_rank": tokens_of(shape, length)}
-    point |= {"rivals": rows, "failures": [], "layers": shape.layers}
-    point |= {"layer_forward_s": budget.layer_forward_s, "host_budget": budget.host_bytes}
-    point["device_budget"] = budget.device_bytes
+    rows: Rows = {rival.name: {"samples_s": [], "turns_s": []} for rival in rivals}
+    point: dict[str, Any] = {"workload": shape.name, "length": length, "layers": shape.layers, "rivals": rows, "failures": []}
+    point |= {"host_budget": budget.host_bytes, "device_budget": budget.device_bytes}
 
     def part(name: str, work: Callable[[], Any]) -> None:
         """Run a part; one that raises leaves the rivals' numbers alone."""
@@ -71,34 +72,33 @@ def run_point(
             point[name] = {"skipped": results.NO_TIME}
             return
         try:
-            use_expandable(False, budget.device)
+            use_expandable(False, device)
             point[name] = work()
         except Exception as error:
             traceback.print_exc()
             point[name] = {"skipped": f"{type(error).__name__}: {str(error)[:300]}"}
             point["failures"].append(f"{shape.name} {length}: {name}: {point[name]['skipped']}")
-        clear(budget.device)
+        clear(device)
 
-    if any(rival.name in OURS and rival.missing() is None for rival in rivals):  # before anything is timed
-        part("predicted", lambda: predict(trainer, shape, length, budget, folder, hardware_of(budget.device)))
+    if any(rival.name in OURS for rival in rivals):  # before anything is timed
+        part("predicted", lambda: predict(trainer, length, budget, hardware_of(device)))
         results.say(f"      predicted: {in_words(point['predicted'])}")
         tell(point)
-    turns, steps = visits
     try:
         for turn in range(turns):
             taking = held(rivals, rows, until - time.perf_counter())
             for rival in taking[::-1] if turn % 2 else taking:
-                if broke := _turn(trainer, rival, budget, rows, steps, until):
+                if broke := _turn(trainer, rival, budget, rows[rival.name], steps, until):
                     point["failures"].append(f"{shape.name} {length}: {rival.name} broke: {broke}")
-                _sum_up(rows[rival.name], step_flops(shape, length))
+                _sum_up(rows[rival.name], flops)
                 tell(point)
             if turn == 0 and compare:
                 part("gradients", lambda: gradients(trainer, rivals, budget, rows))
         swaps = [rival for rival in rivals if rival.name in (*OURS, SWAPPING) and rows[rival.name]["samples_s"]]
-        if swaps and budget.device.type == "cuda":
+        if swaps and device.type == "cuda" and not is_emulated():  # the profiler wants a driver
             seen = max(swaps, key=lambda rival: rival.name == SWAPPING)
-            part("streams", lambda: watch_streams(trainer, seen, budget, folder, f"{shape.name}-{length}"))
-        use_expandable(False, budget.device)
+            part("streams", lambda: watch_streams(trainer, seen, budget))
+        use_expandable(False, device)
     except Exception as error:  # not even what comes after a turn works: the device is lost, the numbers are not
         traceback.print_exc()
         point["failures"].append(f"{shape.name} {length}: {type(error).__name__}: {str(error)[:500]}")
@@ -117,7 +117,7 @@ def urgency(rival: Rival) -> int:
     return URGENT.index(rival.name) if rival.name in URGENT else len(URGENT)
 
 
-def held(rivals: list[Rival], rows: dict[str, dict[str, Any]], left: float) -> list[Rival]:
+def held(rivals: list[Rival], rows: Rows, left: float) -> list[Rival]:
     """Return the first rivals whose turns fit the seconds that are left, by their longest turn so far."""
     found = []
     for rival in (rival for rival in rivals if "out" not in rows[rival.name]):
@@ -128,26 +128,18 @@ def held(rivals: list[Rival], rows: dict[str, dict[str, Any]], left: float) -> l
     return found
 
 
-def _turn(
-    trainer: Trainer, rival: Rival, budget: Budget, rows: dict[str, dict[str, Any]], steps: int, until: float
-) -> str | None:
+def _turn(trainer: Trainer, rival: Rival, budget: Budget, row: dict[str, Any], steps: int, until: float) -> str | None:
     """Put a rival on the model, time it, take it off, and note the result in its row.
 
     Returns:
         The error, unless memory ran out.
     """
-    row = rows[rival.name]
-    if "out" in row:
-        return None
     begin = time.perf_counter()
     if begin + max(row["turns_s"], default=0.0) > until:
         if not row["turns_s"]:
             row["out"] = f"not tried: {results.NO_TIME}"
         return None
-    if (missing := rival.missing() or _too_much_host(rival, rows, budget)) is not None:
-        row["out"] = missing
-        return None
-    if budget.slab is not None and own_pinned_bytes(trainer, rival, rows) > available_bytes():
+    if budget.slab is not None and own_pinned_bytes(trainer, rival) > available_bytes():
         budget.slab.pool.release()
     broke = None
     use_expandable(rival.expandable, budget.device)
@@ -164,18 +156,6 @@ def _turn(
     clear(budget.device)
     row["turns_s"].append(time.perf_counter() - begin)
     return broke
-
-
-def watch_streams(trainer: Trainer, rival: Rival, budget: Budget, folder: Path, name: str) -> dict[str, Any]:
-    """Profile one step and return its streams' analysis."""
-    path = folder / f"streams-{name}.json"
-    with rival.on(trainer.model, budget) as installed:
-        for _ in range(rival.warm_up):
-            trainer.step(installed)
-        spans = streams.spans_of(streams.traced(lambda: trainer.step(installed), path.with_suffix(".trace.json")))
-    clear(budget.device)
-    streams.save(spans, f"{name}: {rival.says}", path)
-    return streams.analyse(spans)
 
 
 def _visit(trainer: Trainer, installed: Installed, steps: int, row: dict[str, Any], first: bool) -> None:
@@ -207,27 +187,22 @@ def _visit(trainer: Trainer, installed: Installed, steps: int, row: dict[str, An
     row["report"] = results.plain(block.after)
 
 
-def own_pinned_bytes(trainer: Trainer, rival: Rival, rows: dict[str, dict[str, Any]]) -> int:
+def own_pinned_bytes(trainer: Trainer, rival: Rival) -> int:
     """Return the most bytes that a rival pins through PyTorch, which rounds to powers of two."""
-    if rival.name == "save_on_cpu":
-        return 2 * rows.get("none", {}).get("memory", {}).get("device_peak", 0)
     config, size = trainer.model.config, next(trainer.model.parameters()).element_size()
     inputs = config.num_hidden_layers * trainer.ids.numel() * config.hidden_size * size
     return 2 * inputs if rival.name in (*INPUT_OFFLOAD, "alst") else 0
 
 
-def _too_much_host(rival: Rival, rows: dict[str, dict[str, Any]], budget: Budget) -> str | None:
-    """Return why a rival is not tried: PyTorch's offloading knows no budget, and a full host kills the whole run."""
-    saved = rows.get("none", {}).get("memory", {}).get("device_peak")
-    if rival.name != "save_on_cpu" or budget.device.type != "cuda":
-        return None
-    if saved is None or saved > 0.8 * budget.host_bytes:
-        known = "more than the device holds" if saved is None else f"{saved / GIB:.3g} GiB"
-        return f"not tried: {known} to save, {budget.host_bytes / GIB:.3g} GiB of host memory"
-    return None
+def watch_streams(trainer: Trainer, rival: Rival, budget: Budget) -> dict[str, Any]:
+    """Profile one step and return its streams' analysis."""
+    with rival.on(trainer.model, budget) as installed, tempfile.TemporaryDirectory() as folder:
+        for _ in range(rival.warm_up):
+            trainer.step(installed)
+        return streams.analyse(streams.spans_of(streams.traced(lambda: trainer.step(installed), Path(folder) / "trace.json")))
 
 
-def gradients(trainer: Trainer, rivals: list[Rival], budget: Budget, rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def gradients(trainer: Trainer, rivals: list[Rival], budget: Budget, rows: Rows) -> dict[str, Any]:
     """Compare every warm rival's gradients with no checkpointing; the bar: the same model with GEMMs in other orders, and what a
     rival's own sums round away."""
     try:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -28,17 +27,14 @@ from ds_memo.units import GIB
 
 @dataclass(frozen=True)
 class Budget:
-    """Memory that every rival may use, and facts of the workload."""
+    """Memory that every rival may use."""
 
     device: torch.device
     host_bytes: int
     device_bytes: int | None = None
     """None: all of the device."""
     ranks: int = 1
-    bandwidth: float = 0.0
-    """Measured, device to host, bytes a second; the paper's program for alpha asks for it."""
-    layer_forward_s: float = 0.0
-    """Measured, of one layer without copies; likewise."""
+    """Ranks that trade heads, under UPipe."""
     cache_dir: str | None = None
     """Folder of ds_memo's profiles, shared by the turns of one run; None: its default."""
     slab: HostSlab | None = None
@@ -61,21 +57,14 @@ class Rival:
     """One way to train."""
 
     name: str
-    says: str
     install: Callable[..., AbstractContextManager[Installed]] = field(repr=False)
-    expandable: bool = False
-    """Runs with PyTorch's expandable segments."""
+    settings: dict[str, Any] = field(default_factory=dict)
     warm_up: int = 1
     """Steps before its time and memory are steady."""
-    needs: str | None = None
-    """A package without which it cannot run."""
+    expandable: bool = False
+    """Runs with PyTorch's expandable segments."""
     own_rounding: float = 0.0
     """Share of a bf16 gradient's norm that the rival's own sums round away."""
-    settings: dict[str, Any] = field(default_factory=dict)
-
-    def missing(self) -> str | None:
-        """Return why it cannot run here; None: it can."""
-        return f"{self.needs} is not installed" if self.needs and importlib.util.find_spec(self.needs) is None else None
 
     def on(self, model: nn.Module, budget: Budget) -> AbstractContextManager[Installed]:
         """Within the block the model trains this way."""
@@ -156,16 +145,12 @@ def trl(model: nn.Module, budget: Budget) -> Iterator[Installed]:
     do here, as the workloads' loss reads a few positions.
     """
     from benchmarks.ring import Ring, ring_of_one
-    from benchmarks.workloads import attention_through, heads_to_ranks, ranks_to_heads
+    from benchmarks.workloads import attention_through
 
-    with async_offload(model, budget) as installed, ring_of_one(budget.device) as group:
-
-        def core(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, ranks: int) -> torch.Tensor:
-            q, k, v = (heads_to_ranks(x, ranks) for x in (q, k, v))
-            return ranks_to_heads(Ring.apply(q, k, v, scale, group), ranks)
-
-        with attention_through(core):
-            yield installed
+    with contextlib.ExitStack() as stack:
+        installed, group = stack.enter_context(async_offload(model, budget)), stack.enter_context(ring_of_one(budget.device))
+        stack.enter_context(attention_through(lambda q, k, v, scale: Ring.apply(q, k, v, scale, group)))
+        yield installed
 
 
 def _tiled(forward: Callable[[torch.Tensor], torch.Tensor], parameters: list[nn.Parameter]) -> Callable[..., torch.Tensor]:
@@ -208,8 +193,7 @@ def upipe(model: nn.Module, budget: Budget) -> Iterator[Installed]:
 
     Not under ZeRO-3, whose hooks on projections do not run.
     """
-    from benchmarks.head_groups import in_head_groups
-    from benchmarks.mlp_tiles import in_tiles
+    from benchmarks.head_groups import in_head_groups, in_tiles
 
     with contextlib.ExitStack() as patches, alst(model, budget, async_offload, in_tiles) as installed:
         for name, module in model.named_modules():
@@ -240,32 +224,6 @@ def deepspeed_offload(model: nn.Module, budget: Budget) -> Iterator[Installed]:
     manager = CheckpointHiddenStatesOffload()  # one for all steps: it keeps its host buffers between them
     with checkpointed(model, budget):
         yield Installed(around=lambda: manager)
-
-
-@contextlib.contextmanager
-def save_on_cpu(model: nn.Module, budget: Budget) -> Iterator[Installed]:
-    where = budget.device.type
-    yield Installed(around=lambda: torch.autograd.graph.save_on_cpu(pin_memory=where == "cuda", device_type=where))
-
-
-@contextlib.contextmanager
-def paper(model: nn.Module, budget: Budget, alpha: float | None = None, planned: bool = False) -> Iterator[Installed]:
-    from benchmarks.paper_memo import paper_memo
-
-    hides = {"bandwidth": budget.bandwidth, "layer_forward_s": budget.layer_forward_s}
-    with paper_memo(model, alpha, budget.host_bytes, budget.device, ranks=budget.ranks, planned=planned, **hides) as memo:
-
-        def report() -> dict[str, Any]:
-            traffic = memo.engine.traffic
-            return {
-                "alpha": memo.alpha,
-                "bytes_to_host": traffic.bytes_to_host,
-                "stall_s": memo.engine.streams.stall_s(),
-                "host": {"budget": memo.slab.budget.nbytes, "slab": memo.slab.size, "peak_used": memo.slab.peak_used},
-                "plan": memo.addresses.report() if memo.addresses else None,
-            }
-
-        yield Installed(report=report)
 
 
 @contextlib.contextmanager
@@ -309,97 +267,6 @@ the memory in torch's cache. (Observed in the emulator, at every length. Where a
 TILES = {"alpha": 0.0, "resident_layers": 0, "tile_tokens": 4096, "head_groups": 8}
 """The least device memory per token, by hand."""
 
-RIVALS = {
-    rival.name: rival
-    for rival in (
-        Rival("none", "no checkpointing", nothing),
-        Rival("checkpoint", "torch.utils.checkpoint, full recompute", checkpointed),
-        Rival(
-            "checkpoint+attention",
-            "torch.utils.checkpoint, attention outputs kept on the device",
-            checkpointed,
-            settings={"keep_attention": True},
-        ),
-        Rival("deepspeed", "DeepSpeed's CheckpointHiddenStatesOffload", deepspeed_offload, needs="deepspeed"),
-        Rival("save_on_cpu", "torch.autograd.graph.save_on_cpu", save_on_cpu),
-        Rival("hf_offload", "Hugging Face gradient_checkpointing_enable(offload=True)", hf_offload),
-        Rival(
-            "alst",
-            "ALST: layer inputs on the host, DeepSpeed's TiledMLP, fused RMSNorm",
-            alst,
-            needs="deepspeed",
-            own_rounding=0.01,
-        ),
-        Rival("async_offload", "layer inputs on the host, copied beside compute and back a layer ahead", async_offload),
-        Rival("trl", "TRL: PyTorch's ring attention, checkpointing with the copies of async_offload", trl),
-        Rival(
-            "alst, async",
-            "alst with the copies of async_offload",
-            alst,
-            needs="deepspeed",
-            own_rounding=0.01,
-            settings={"offload": async_offload},
-        ),
-        Rival(
-            "upipe",
-            "UPipe: attention in groups of heads, tiled MLP, fused RMSNorm, the copies of async_offload",
-            upipe,
-            needs="deepspeed",
-            own_rounding=0.01,
-        ),
-        Rival("paper", "MEMO as in the paper", paper, warm_up=2),
-        Rival("paper, expandable", "the same with expandable segments", paper, expandable=True, warm_up=2),
-        Rival(
-            "paper, planned",
-            "the same with planned addresses, by ds_memo's planner",
-            paper,
-            warm_up=_UNTIL_PLANNED,
-            settings={"planned": True},
-        ),
-        Rival("ds_memo", "ds_memo, PyTorch's allocator", memo, warm_up=3, needs="deepspeed"),
-        Rival("ds_memo, expandable", "ds_memo, expandable segments", memo, expandable=True, warm_up=3, needs="deepspeed"),
-        Rival(
-            "ds_memo, planned",
-            "ds_memo, planned addresses",
-            memo,
-            warm_up=_UNTIL_PLANNED,
-            needs="deepspeed",
-            settings={"planned": True},
-        ),
-        Rival(
-            "ds_memo, fused norms",
-            "ds_memo, planned addresses, RMSNorm as one kernel as in ALST's recipe",
-            memo,
-            warm_up=_UNTIL_PLANNED,
-            needs="deepspeed",
-            settings={"planned": True, "kernels": {"norm": "torch"}},
-        ),
-        Rival(
-            "ds_memo, tiles",
-            "ds_memo in tiles of 4,096 tokens and eight groups of heads; inputs and attention outputs on the host",
-            memo,
-            warm_up=1,
-            needs="deepspeed",
-            settings=TILES,
-        ),
-        Rival(
-            "ds_memo, mixers whole",
-            "ds_memo, planned addresses, layers without attention whole as before they ran in tiles",
-            memo_with_whole_mixers,
-            warm_up=_UNTIL_PLANNED,
-            needs="deepspeed",
-            settings={"planned": True},
-        ),
-        Rival(
-            "ds_memo, swapping",
-            "ds_memo, planned addresses, two resident layers even where more would fit",
-            memo,
-            warm_up=_UNTIL_PLANNED,
-            needs="deepspeed",
-            settings={"planned": True, "resident_layers": 2},
-        ),
-    )
-}
 PLANNED = "ds_memo, planned"
 """The default of ds_memo."""
 OURS = ("ds_memo", "ds_memo, expandable", PLANNED)
@@ -407,3 +274,24 @@ OURS = ("ds_memo", "ds_memo, expandable", PLANNED)
 SWAPPING = "ds_memo, swapping"
 MIXERS_WHOLE = "ds_memo, mixers whole"
 INPUT_OFFLOAD = ("deepspeed", "hf_offload")
+_ALL = (
+    Rival("none", nothing),
+    Rival("checkpoint", checkpointed),
+    Rival("checkpoint+attention", checkpointed, {"keep_attention": True}),
+    Rival("deepspeed", deepspeed_offload),
+    Rival("hf_offload", hf_offload),
+    Rival("alst", alst, own_rounding=0.01),
+    Rival("async_offload", async_offload),
+    Rival("trl", trl),
+    Rival("alst, async", alst, {"offload": async_offload}, own_rounding=0.01),
+    Rival("upipe", upipe, own_rounding=0.01),
+    Rival("ds_memo", memo, warm_up=3),
+    Rival("ds_memo, expandable", memo, warm_up=3, expandable=True),
+    Rival(PLANNED, memo, {"planned": True}, _UNTIL_PLANNED),
+    Rival("ds_memo, fused norms", memo, {"planned": True, "kernels": {"norm": "torch"}}, _UNTIL_PLANNED),
+    Rival("ds_memo, tiles", memo, TILES),
+    Rival(MIXERS_WHOLE, memo_with_whole_mixers, {"planned": True}, _UNTIL_PLANNED),
+    Rival(SWAPPING, memo, {"planned": True, "resident_layers": 2}, _UNTIL_PLANNED),  # even where more would fit
+)
+RIVALS = {rival.name: rival for rival in _ALL}
+"""docs/benchmarks.md describes them."""

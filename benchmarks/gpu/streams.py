@@ -1,16 +1,10 @@
-"""The three streams during one step, measured: busy, hidden, waited for, and a picture.
-
-    python -m benchmarks.streams FILE.json      draws FILE.png from the file of a run on a machine without matplotlib
-
-The spans are kernels and copies of a torch.profiler trace, which is written too (for chrome://tracing and Perfetto).
-"""
+"""The three streams during one step: how long each is busy, and what compute hides, from the kernels and copies of a trace."""
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +13,6 @@ import torch
 from ds_memo.swap.stream_protocol import COMPUTE, D2H, H2D
 
 ROWS = (COMPUTE, D2H, H2D)
-COLOURS = {COMPUTE: "#4878a8", D2H: "#5aa469", H2D: "#9c6bb0"}
 
 
 @dataclass(frozen=True)
@@ -54,9 +47,6 @@ def spans_of(events: Iterable[dict[str, Any]]) -> list[Span]:
     return found
 
 
-# ---- what they say
-
-
 def union(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
     """The same times without overlaps, in order."""
     merged: list[tuple[float, float]] = []
@@ -89,48 +79,3 @@ def analyse(spans: list[Span]) -> dict[str, Any]:
     whole = max(span.end for span in spans) - min(span.begin for span in spans)
     hidden = {row: common(times[COMPUTE], times[row]) / busy[row] if busy[row] else None for row in (D2H, H2D)}
     return {"span_s": whole, "busy_s": busy, "compute_share": busy[COMPUTE] / whole if whole else None, "hidden_share": hidden}
-
-
-def draw(spans: list[Span], title: str, path: Path) -> bool:
-    """Draw three rows over time as PNG; return False if there is no matplotlib."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return False
-    begin = min(span.begin for span in spans)
-    figure = Figure(figsize=(14, 3))
-    axes = figure.subplots()
-    for place, row in enumerate(ROWS):
-        bars = [(span.begin - begin, span.end - span.begin) for span in spans if span.stream == row]
-        axes.broken_barh(bars, (len(ROWS) - place - 0.9, 0.8), facecolors=COLOURS[row])
-    axes.set_yticks([len(ROWS) - place - 0.5 for place in range(len(ROWS))], ROWS)
-    axes.set_xlabel("seconds")
-    axes.set_title(title)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    return True
-
-
-def save(spans: list[Span], title: str, path: Path) -> None:
-    """Write FILE.json, and FILE.png if it can be drawn."""
-    merged = {row: union((span.begin, span.end) for span in spans if span.stream == row) for row in ROWS}
-    slim = [Span(row, *times) for row, found in merged.items() for times in found]
-    path.write_text(json.dumps({"title": title, "spans": [asdict(span) for span in slim]}) + "\n")
-    draw(slim, title, path.with_suffix(".png"))
-
-
-def main(arguments: list[str]) -> int:
-    if len(arguments) != 1:
-        print(__doc__, file=sys.stderr)
-        return 2
-    path = Path(arguments[0])
-    data = json.loads(path.read_text())
-    if not draw([Span(**span) for span in data["spans"]], data["title"], path.with_suffix(".png")):
-        print("streams: a PNG needs matplotlib: pip install 'ds_memo[plot]'", file=sys.stderr)
-        return 2
-    print(f"written to {path.with_suffix('.png')}")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

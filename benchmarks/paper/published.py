@@ -21,11 +21,11 @@ from ds_memo.estimate.hardware import Hardware, mfu
 from ds_memo.estimate.layout import Layout
 from ds_memo.estimate.methods import CACHE_GROWTH, LOGIT_BYTES
 from ds_memo.estimate.question import OK, OOHM, OOM
-from ds_memo.estimate.simulate import simulate
 from ds_memo.hf.model_flops import sequence_flops
 from ds_memo.memory.host import HOST_HEADROOM
-from ds_memo.placement import ON_DEVICE, Placement, PlacementKind
+from ds_memo.placement import PlacementKind
 from ds_memo.solve.run_costs import LayerCosts, Output, RunCosts
+from ds_memo.solve.schedule import Schedule
 
 LAYERS, HIDDEN, VOCAB, HEADS = 32, 4096, 50257, 32
 OF_LAYER = 12 * HIDDEN**2
@@ -116,17 +116,16 @@ def _on(run: Run, layout: Layout) -> Answer:
     if run.method in ("none", "full_recompute"):
         again_s = layer.forward_s if run.megatron else max(layer.gemm_s + layer.attention_s, costs.gather_s)
         layer = replace(layer, outputs=(), replay_s=again_s if run.method == "full_recompute" else 0.0, gemm_s=0.0)
-        placements = (ON_DEVICE,) * LAYERS
+        alpha, kinds = 1.0, [PlacementKind.ON_DEVICE] * LAYERS
     else:
         alpha = 1.0 if run.method == "full_swap" else run.alpha
         alpha = _papers_alpha(run, layer) if alpha is None else alpha
         if pinned(layer, alpha) * (LAYERS - 2) * _ranks(run) > run.host_bytes:
             return Answer(OOHM)
-        placements = (Placement(PlacementKind.SWAPPED, alpha),) * (LAYERS - 2) + (ON_DEVICE,) * 2
+        kinds = [PlacementKind.SWAPPED] * (LAYERS - 2) + [PlacementKind.ON_DEVICE] * 2
     machine, rounds = run.hardware, max(1, run.batch // layout.dp)
-    seconds = (
-        rounds * simulate(RunCosts((layer,) * LAYERS, machine.d2h, machine.h2d, 0, 0, head_s=costs.head_s), placements).seconds
-    )
+    one = RunCosts((layer,) * LAYERS, machine.d2h, machine.h2d, 0, 0, head_s=costs.head_s)
+    seconds = rounds * Schedule(one, kinds).at(alpha).seconds
     flushes = sum(parts) - transient + CACHE_GROWTH * transient > machine.device_memory
     if not run.planned and flushes:
         seconds *= 1 + machine.stall

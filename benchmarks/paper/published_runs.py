@@ -26,9 +26,9 @@ from ds_memo.estimate.hardware import Hardware
 from ds_memo.estimate.layout import Layout
 from ds_memo.estimate.methods import LOGIT_BYTES, gathered_bytes, state_bytes
 from ds_memo.estimate.model import Model, from_config, load
-from ds_memo.estimate.simulate import simulate
-from ds_memo.placement import ON_DEVICE
+from ds_memo.placement import PlacementKind
 from ds_memo.solve.run_costs import LayerCosts, RunCosts
+from ds_memo.solve.schedule import Schedule
 from ds_memo.units import GIB, short
 
 DATA = Path(__file__).with_suffix(".json")
@@ -68,7 +68,7 @@ def answer(run: dict[str, Any]) -> Answer:
     layers = tuple(_checkpointed(layer, costs, run) for layer in costs.layers())
     plain = RunCosts(layers, costs.hardware.d2h, costs.h2d, host_budget=0, device_budget=0, head_s=costs.head_s)
     optimizer_s = costs.optimizer_s(1)
-    seconds = simulate(plain, (ON_DEVICE,) * len(layers)).seconds + optimizer_s
+    seconds = Schedule(plain, [PlacementKind.ON_DEVICE] * len(layers)).at(1.0).seconds + optimizer_s
     return Answer(seconds, optimizer_s, _device_bytes(costs, run))
 
 

@@ -24,7 +24,7 @@ from ds_memo.profile.layer_kinds import layer_in_words
 from ds_memo.profile.merge_ranks import most_careful
 from ds_memo.profile.run import SHORTEST, Asked, lengths_of, measure_kinds, take_profile, worth_measuring
 from ds_memo.profile.sample import Profile
-from ds_memo.remat.checkpoint import Layer
+from ds_memo.remat.layer import Layer
 from ds_memo.shapes import HiddenShapes
 from ds_memo.swap.host_budget import HostBudget
 

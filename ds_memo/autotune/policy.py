@@ -16,7 +16,7 @@ from ds_memo.autotune.pending_calls import CallsInFlight
 from ds_memo.config import MemoConfig
 from ds_memo.errors import MemoError
 from ds_memo.placement import FULL_RECOMPUTE, ON_DEVICE, SWAPPED, Placement, PlacementKind, Tiles, spread
-from ds_memo.remat.checkpoint import Layer
+from ds_memo.remat.layer import Layer
 from ds_memo.solve.refusals import host_too_small
 from ds_memo.solve.solver import alpha_for_host
 from ds_memo.swap.host_budget import HostBudget
@@ -42,7 +42,7 @@ LAYER_TOO_LARGE = (
 
 
 class PlacementPolicy:
-    """Decides the placements of one attached model's layer calls. See :class:`ds_memo.remat.checkpoint.Policy`.
+    """Decides the placements of one attached model's layer calls. See :class:`ds_memo.remat.layer_host.Policy`.
 
     Args:
         config: what it gives is obeyed.
@@ -131,7 +131,7 @@ class PlacementPolicy:
         self._layers.append(layer)
 
     def know_layers(self) -> None:
-        """All layers of a model that calls ``ds_memo.checkpoint`` itself were seen: alpha, 0 until now, is settled again."""
+        """All layers of a model that calls ``ds_memo.checkpoint`` itself were seen: alpha, 0 until now, is decided again."""
         self.layers_known = True
         self.kinds = self._configured()
         for layer in self._layers:
@@ -156,7 +156,10 @@ class PlacementPolicy:
 
     def _solved(self, solution: PassSolution, layer: Layer) -> Placement:
         if layer.index >= solution.layers:
-            self._warn(f"{layer.name} is not among the {solution.layers} layers that were solved for: fully recomputed")
+            self._warn(
+                f"{layer.name} is not among the {solution.layers} layers that were solved for, and is fully recomputed. "
+                "Call every layer in the first pass"
+            )
             return FULL_RECOMPUTE
         number = self.in_flight.number(layer.index) * solution.layers + layer.index
         if layer.index not in solution.solved and any(parameter.requires_grad for parameter in layer.parameters):
@@ -169,7 +172,7 @@ class PlacementPolicy:
         # More calls than ever before: the next pass is solved for so many, and this one takes no more than it must.
         return solution.placements[number] if number < len(solution.placements) else FULL_RECOMPUTE
 
-    def settle(self, layer: Layer, placement: Placement, whole_bytes: int, split_bytes: int) -> Placement:
+    def decide_alpha(self, layer: Layer, placement: Placement, whole_bytes: int, split_bytes: int) -> Placement:
         """Return the placement of a swapped call, now that the sizes are known, with an alpha that the host can hold.
 
         Raises:

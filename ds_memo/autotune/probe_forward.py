@@ -15,7 +15,8 @@ from ds_memo.distributed.topology import is_experts
 from ds_memo.errors import MemoError
 from ds_memo.profile.layer_call import AsCalled, LayerCall, as_it_is, layer_calls
 from ds_memo.profile.layer_kinds import kinds_of
-from ds_memo.remat.checkpoint import Layer, Remat
+from ds_memo.remat.checkpoint import Remat
+from ds_memo.remat.layer import Layer
 from ds_memo.shapes import HiddenShapes, Shapes, hidden_shape
 
 REMEMBERED = 64
@@ -70,7 +71,7 @@ class Probe:
         to_the_end = number > 1 and world_size() > 1 and any(map(is_experts, training_pass.model.parameters()))
         calls = self._run(training_pass, lambda calls: len(calls) == number and not to_the_end)
         if not any(call.tokens for call in calls.values()):
-            raise MemoError("the first batches have no tokens")
+            raise MemoError("the first batches have no tokens; begin with one that has")
         return calls
 
     def profiled(self, kind: Shapes, calls: Mapping[int, LayerCall], measured: Sequence[int]) -> None:

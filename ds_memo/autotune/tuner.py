@@ -39,7 +39,8 @@ from ds_memo.planned_alloc import UNPLANNED_OVERHEAD
 from ds_memo.planned_alloc.runtime import Addresses
 from ds_memo.profile.layer_call import LayerCall
 from ds_memo.profile.sample import Profile
-from ds_memo.remat.checkpoint import Layer, Remat
+from ds_memo.remat.checkpoint import Remat
+from ds_memo.remat.layer import Layer
 from ds_memo.shapes import HiddenShapes, Shapes
 from ds_memo.solve.headroom import shortest
 from ds_memo.solve.memory import bytes_of_layers

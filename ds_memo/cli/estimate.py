@@ -72,17 +72,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     _refuse_contradictions(args)
+    machine = _machine(args)  # names of files and machines are wrong more often than imports are quick
     from ds_memo.estimate.estimate import estimate, fewest_gpus, longest
 
-    question = _question(args)
-    print("ds-memo estimate: running the model's layers without memory, by Transformers' code: some seconds", file=sys.stderr)
+    question = _question(args, machine)
+    _say("running the model's layers without memory, by Transformers' code: some seconds")
     if args.sweep is not None or args.compare:
         return _table(args, question)
     beyond = None
     if args.max_length:
-        answer, beyond = longest(question)
+        answer, beyond = longest(question, _tried)
     elif args.min_gpus:
-        answer, beyond = fewest_gpus(question)
+        answer, beyond = fewest_gpus(question, _tried)
     else:
         answer = estimate(question)
     shown = answer or beyond
@@ -98,8 +99,8 @@ def run(args: argparse.Namespace) -> int:
     else:
         _print(shown)
         if beyond is not None and beyond is not shown:
-            where = f"{beyond.question.gpus} GPUs" if args.min_gpus else f"{short(beyond.question.seq_length)} tokens"
-            print(f"  with {where}: {beyond.status}, {beyond.binding}")
+            where = _gpus(beyond.question) if args.min_gpus else f"{short(beyond.question.seq_length)} tokens"
+            print(f"  with {where}: {beyond.status}, {beyond.binding.partition(' What helps:')[0]}")
         if args.timeline:
             print(f"written to {quoted(args.timeline, 400)}")
     return 0
@@ -136,14 +137,31 @@ _AS_ASKED = ("batch", "method", "tp", "cp", "sp", "ulysses", "zero", "offload", 
 """Options that are the question's fields of these names."""
 
 
-def _question(args: argparse.Namespace) -> Question:
-    from ds_memo.estimate import model
-    from ds_memo.estimate.measured import with_profile
-
+def _machine(args: argparse.Namespace) -> Hardware:
+    hardware.model_file(args.model)
     machine = hardware.load(args.hardware)
     if args.device_memory_gib is not None:
         machine = machine.with_device_memory(args.device_memory_gib * GIB)
-    machine = _with_drives(machine, args)
+    return _with_drives(machine, args)
+
+
+def _say(text: str) -> None:
+    print(f"ds-memo estimate: {text}", file=sys.stderr, flush=True)
+
+
+def _tried(answer: Estimate) -> None:
+    """Show the progress of a search."""
+    _say(f"{short(answer.question.seq_length)} tokens on {_gpus(answer.question)}: {_verdict(answer)}")
+
+
+def _gpus(question: Question) -> str:
+    return f"{question.gpus} GPU{'s' if question.gpus > 1 else ''}"
+
+
+def _question(args: argparse.Namespace, machine: Hardware) -> Question:
+    from ds_memo.estimate import model
+    from ds_memo.estimate.measured import with_profile
+
     question = Question(
         model=model.load(args.model, args.fused_kernels),
         hardware=machine,
@@ -187,6 +205,7 @@ def _print(answer: Estimate) -> None:
     title = f"{q.model.name}, {short(q.seq_length)} tokens on {q.gpus} × {q.hardware.name}, {q.method}"
     print(f"{title}{'' if q.planned else ' without a plan'}: {_verdict(answer)}")
     print(f"  bound by   {answer.binding}")
+    print(f"  model      {q.model.parameters / 1e9:.4g} B parameters, {q.model.layers} layers, hidden size {q.model.hidden:,}")
     print(f"  layout     {answer.layout}; {answer.sequences} sequence{'s' if answer.sequences > 1 else ''} a step")
     if answer.step_s is not None:
         print(f"  step       {answer.step_s:,.2f} s: {_shares(answer.seconds, answer.step_s)}")
@@ -200,7 +219,8 @@ def _print(answer: Estimate) -> None:
         groups = answer.tiles.head_groups
         of_heads = f"; attention's backward in {groups} groups of heads" if groups > 1 else ""
         print(f"  tiles      at most {answer.tiles.tokens:,} tokens{of_heads}")
-    print(f"  device     {answer.device_total / GIB:.1f} of {q.hardware.device_memory / GIB:.1f} GiB")
+    if answer.device_bytes:
+        print(f"  device     {answer.device_total / GIB:.1f} of {q.hardware.device_memory / GIB:.1f} GiB")
     for name, nbytes in answer.device_bytes.items():
         print(f"             {nbytes / GIB:8.1f} {name}")
     if answer.host_bytes:
@@ -268,7 +288,7 @@ def _cells(answer: Estimate) -> dict[str, str]:
         "alpha": cell(answer.alpha, ".4g"),
         "on device": cell(_on_device(answer), "d"),
         "tiles": "" if answer.tiles is None else f"{short(answer.tiles.tokens)} / {answer.tiles.head_groups}",
-        "device GiB": f"{answer.device_total / GIB:.1f}",
+        "device GiB": f"{answer.device_total / GIB:.1f}" if answer.device_bytes else "",
         "host GiB": f"{answer.host_bytes / GIB:,.0f}",
         "nvme GiB": f"{answer.nvme_bytes / GIB:,.0f}" if has_drives else "",
         "TB a day": f"{answer.written_a_day / 1e12:,.1f}" if has_drives else "",
@@ -296,7 +316,7 @@ def _timeline_as(path: str, answer: Estimate) -> str:
         raise EstimateError(f"--timeline: there is nothing to draw, the answer is {_verdict(answer)}: {answer.binding}")
     from ds_memo.show.timeline import as_html, chrome_trace
 
-    spans = answer.simulated().spans
+    spans = answer.timeline()
     if path.endswith(".json"):
         return json.dumps(chrome_trace(spans))
     q = answer.question

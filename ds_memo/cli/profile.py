@@ -160,7 +160,7 @@ def _ranks(wanted: str | None) -> Iterator[tuple[torch.device, int]]:
     device = torch.device(kind, local) if kind == "cuda" else torch.device(kind)
     if kind == "cuda":
         if local >= torch.cuda.device_count():
-            raise MemoError(f"{local + 1} ranks on this node, but {torch.cuda.device_count()} CUDA devices")
+            raise MemoError(f"{local + 1} ranks on this node, but {torch.cuda.device_count()} CUDA devices; start fewer")
         torch.cuda.set_device(device)
     if world == 1 or dist.is_initialized():
         yield device, dist.get_rank() if dist.is_initialized() else 0
@@ -168,7 +168,9 @@ def _ranks(wanted: str | None) -> Iterator[tuple[torch.device, int]]:
     try:
         dist.init_process_group("nccl" if kind == "cuda" else "gloo")
     except (RuntimeError, ValueError) as error:
-        raise MemoError(f"the {world} ranks cannot find each other ({str(error).splitlines()[0]})") from None
+        raise MemoError(
+            f"the {world} ranks cannot find each other ({str(error).splitlines()[0]}); check MASTER_ADDR and MASTER_PORT"
+        ) from None
     try:
         yield device, dist.get_rank()
     finally:
@@ -285,7 +287,7 @@ def _check_model(path: Path) -> None:
     if config.exists() and not config.is_file():
         raise MemoError(f"model {quoted(str(path), 400)}: is no regular file, expected a Hugging Face config JSON")
     if config.exists() and config.stat().st_size > MOST_CONFIG_BYTES:
-        raise MemoError(f"model {quoted(str(path), 400)}: its config has more than {MOST_CONFIG_BYTES:,} bytes")
+        raise MemoError(f"model {quoted(str(path), 400)}: its config has more than the allowed {MOST_CONFIG_BYTES:,} bytes")
 
 
 def _check_output(path: Path) -> None:
@@ -296,4 +298,4 @@ def _check_output(path: Path) -> None:
     try:
         tempfile.TemporaryFile(dir=path.parent).close()
     except OSError as error:
-        raise MemoError(f"-o {name}: its folder cannot be written to ({error.strerror})") from None
+        raise MemoError(f"-o {name}: its folder cannot be written to ({error.strerror}); choose another") from None

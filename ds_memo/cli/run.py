@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the command and return its exit code. If a signal ends the command, this process ends by the same signal."""
     command = args.command[args.command[:1] == ["--"] :]
     if not command:
-        raise MemoError("no command. Example: ds-memo run deepspeed train.py")
+        raise MemoError("no command; expected one like ds-memo run deepspeed train.py")
     paths = os.environ.get("PYTHONPATH")
     behind = [folder for folder in paths.split(os.pathsep) if folder != STARTUP] if paths else []
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([STARTUP, *behind])}
@@ -81,9 +81,11 @@ def section(text: str) -> Mapping[str, Any]:
         memo = json.loads(text)
         memo_config(memo)
     except RecursionError:
-        raise MemoConfigError(f"--memo {brief(text)}: it is nested too deeply") from None
+        raise MemoConfigError(f"--memo {brief(text)}: it is nested too deeply, expected a JSON object") from None
     except ValueError as error:  # MemoConfigError is one
-        raise MemoConfigError(f"--memo {brief(text)}: {'; '.join(str(error).splitlines())}") from None
+        raise MemoConfigError(
+            f"--memo {brief(text)}: {'; '.join(str(error).splitlines())}; quote the JSON for the shell"
+        ) from None
     return memo
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import fx
 
-from ds_memo.compiled_layers.partition import partition
+from ds_memo.compiled_layers.partition import CannotCompile, partition
 from ds_memo.compiled_layers.torch_private import (
     AotAutograd,
     CustomPartitionerFn,
@@ -19,7 +19,6 @@ from ds_memo.compiled_layers.torch_private import (
     get_hash_for_files,
 )
 from ds_memo.placement import PlacementKind
-from ds_memo.remat.checkpoint import CannotCompile
 
 _SOURCES = tuple(str(path) for path in sorted(Path(__file__).parent.glob("*.py")))
 

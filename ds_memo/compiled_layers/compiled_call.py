@@ -9,9 +9,9 @@ import torch
 from torch._ops import OpOverload
 
 from ds_memo.compiled_layers.recipe import CompiledRecipe, Keeps
-from ds_memo.placement import ON_DEVICE
 from ds_memo.remat import op_policy
-from ds_memo.remat.checkpoint import Layer, Remat
+from ds_memo.remat.layer import Layer
+from ds_memo.remat.layer_host import LayerHost, Way
 from ds_memo.remat.recipe import SavedOp, storable
 from ds_memo.swap.frame import Frame
 
@@ -23,14 +23,14 @@ class CompiledCall:
         key: of the call's recipe among the layer's.
     """
 
-    def __init__(self, remat: Remat, layer: Layer, frame: Frame, key: Any) -> None:
+    def __init__(self, host: LayerHost, layer: Layer, frame: Frame, key: Any) -> None:
         self.frame = frame
         self.recipe: CompiledRecipe | None = None
         """None until the forward has kept what it keeps, and for good if nothing needs a gradient."""
         self.native = False
         """True if autograd saves what is kept, and the frame stays empty."""
         self._given: tuple[list[torch.Tensor], Keeps] | None = None
-        self._remat = remat
+        self._host = host
         self._layer = layer
         self._key = key
         self._loose: list[tuple[torch.Tensor, int] | None] = []
@@ -56,33 +56,32 @@ class CompiledCall:
     def keep(self) -> None:
         """Keep what the graph gave. Inside it a view would have a version counter of its own, and changes would go unnoticed."""
         (given, keeps), self._given = self._given, None
-        remat, kept = self._remat, keeps.rows_of(given)
+        host, kept = self._host, keeps.rows_of(given)
         recipe = self._layer.recipes.get(self._key)
         if not (isinstance(recipe, CompiledRecipe) and recipe.fits(kept)):
             recipe = self._first_recipe(kept, keeps)
         self.recipe = self._layer.latest = recipe
-        remat.work.gemm_flops += recipe.gemm_flops
+        host.work.gemm_flops += recipe.gemm_flops
         if self.native:
             return
-        remat.engine.adopt(self.frame, recipe.layout)
+        host.engine.adopt(self.frame, recipe.layout)
         for slot, tensor, product in zip(recipe.slots, kept, keeps.are_products(), strict=True):
             self._loose.append((tensor, tensor._version) if slot is None and not product else None)
             if slot is not None:
-                remat.engine.keep(self.frame, slot, tensor)
+                host.engine.keep(self.frame, slot, tensor)
 
     def _first_recipe(self, kept: Sequence[torch.Tensor], keeps: Keeps) -> CompiledRecipe:
         """Make the recipe of a first call of its signature."""
-        policy = self._remat.policy
-        if not self.frame.resident:
-            split = sum(tensor.nbytes for tensor in keeps.split(kept))
-            whole = sum(tensor.nbytes for tensor in kept if storable(tensor)) - split
-            self.frame.placement = policy.settle(self._layer, self.frame.placement, whole, split)
+        split = sum(tensor.nbytes for tensor in keeps.split(kept))
+        whole = sum(tensor.nbytes for tensor in kept if storable(tensor)) - split
+        asked = self.frame.placement
+        self.frame.placement = self._host.admit(
+            self._layer, asked, Way.COMPILED, lambda placed: keeps.recipe(kept, placed.alpha).layout.host_bytes, (whole, split)
+        )
         recipe = keeps.recipe(kept, self.frame.placement.alpha)
-        if not (self.frame.resident or policy.has_room(recipe.layout.host_bytes)):
-            self.frame.placement = ON_DEVICE  # this call alone: later ones are told before they run
-            return keeps.recipe(kept, 1.0)
-        self._layer.remember(self._key, recipe)
-        self._remat.diagnose(self._layer, recipe)
+        if self.frame.placement.kind is asked.kind:  # else in this call alone: later ones are told before they run
+            self._layer.remember(self._key, recipe)
+            self._host.diagnose(self._layer, recipe)
         return recipe
 
     # ---- backward
@@ -110,23 +109,23 @@ class CompiledCall:
         out = self._multiplied(func, args, kwargs) if slot is None else self._in_frame(index)
         if slot is not None and slot.rows < (rows := out.shape[0]):
             op_policy.compute_rows(func, args, kwargs, slot.rows, out)
-            self._remat.work.gemm_flops_recomputed += op_policy.gemm_flops(func, args, out) * (rows - slot.rows) // rows
+            self._host.work.gemm_flops_recomputed += op_policy.gemm_flops(func, args, out) * (rows - slot.rows) // rows
         self._served_one()
         return out.view(op_policy.product_shape(func, args))
 
     def backward_begins(self) -> None:
         """Tell the observers that a backward begins, and make the frame ready."""
-        remat = self._remat
+        host = self._host
         if self.frame.state == "ready":  # the backward before this one was interrupted
-            remat.engine.replayed(self.frame)
+            host.engine.replayed(self.frame)
         self._served.clear()
         attention = (op for op in self.recipe.ops if isinstance(op, SavedOp) and op.is_attention)
-        remat.work.attention_ops_recomputed += sum(op.recomputed for op in attention)
-        remat.backward_begins(self._layer.index, self.frame)
+        host.work.attention_ops_recomputed += sum(op.recomputed for op in attention)
+        host.replay_begins(self._layer, self.frame)
 
     def _multiplied(self, func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> torch.Tensor:
         out = func(*args, **kwargs)
-        self._remat.work.gemm_flops_recomputed += op_policy.gemm_flops(func, args, out)
+        self._host.work.gemm_flops_recomputed += op_policy.gemm_flops(func, args, out)
         return out
 
     def _serve(self, index: int) -> None:
@@ -137,7 +136,7 @@ class CompiledCall:
     def _served_one(self) -> None:
         """Close the frame once the backward has asked for all of it."""
         if len(self._served) == len(self.recipe.slots):
-            self._remat.engine.replayed(self.frame)
+            self._host.engine.replayed(self.frame)
 
     def _in_frame(self, index: int) -> torch.Tensor:
         tensor = self.frame.tensor(self.recipe.slots[index])

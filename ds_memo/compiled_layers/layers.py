@@ -22,6 +22,7 @@ from torch import nn
 from ds_memo.compiled_layers import ops
 from ds_memo.compiled_layers.backends import name_of, partitioned
 from ds_memo.compiled_layers.compiled_call import CompiledCall
+from ds_memo.compiled_layers.partition import CannotCompile
 from ds_memo.compiled_layers.torch_private import (
     CANNOT_COMPILE,
     MARK_OF_ANY_SIZE,
@@ -30,8 +31,10 @@ from ds_memo.compiled_layers.torch_private import (
     is_traceable_wrapper_subclass,
 )
 from ds_memo.errors import MemoError
-from ds_memo.placement import FULL_RECOMPUTE, Placement, PlacementKind
-from ds_memo.remat.checkpoint import CannotCompile, Layer, OwnForward, Remat
+from ds_memo.placement import Placement, PlacementKind
+from ds_memo.remat.layer import Layer
+from ds_memo.remat.layer_call import LayerCall, OwnForward
+from ds_memo.remat.layer_host import LayerHost, Way
 from ds_memo.remat.tensors import tensor_leaves
 
 HOOKS = "is called under saved-tensor hooks (activation offloading), which would move the handle of its frame"
@@ -113,48 +116,53 @@ class CompiledForward(OwnForward):
     def refused(self, layer: Layer) -> str | None:
         return self.compiled.refused.get(layer.module()) if layer.module() is not None else "belongs to no module"
 
-    def prepare(self, remat: Remat, layer: Layer, placement: Placement, args: tuple, kwargs: dict[str, Any]) -> Callable[[], Any]:
-        """Return a function that runs a layer call by its compiled graphs. The call's frame is open then."""
-        if placement.tiles is not None:
+    def refusal(self, call: LayerCall, host: LayerHost) -> str | None:
+        if call.placement.tiles is not None:
             raise MemoError(TILES)
-        if (why := self.refused(layer)) is not None:
-            raise CannotCompile(why)
+        if (why := self.refused(call.layer)) is not None:
+            return why
         if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
-            raise CannotCompile(HOOKS)
-        arguments = (*args, *kwargs.values())
-        if any(map(is_traceable_wrapper_subclass, (*layer.parameters, *arguments))):
-            raise CannotCompile("has tensor subclasses (DTensor, quantised weights) among its inputs or parameters")
+            return HOOKS
+        if any(map(is_traceable_wrapper_subclass, (*call.layer.parameters, *call.args, *call.kwargs.values()))):
+            return "has tensor subclasses (DTensor, quantised weights) among its inputs or parameters"
+        return None
+
+    def run(self, call: LayerCall, host: LayerHost) -> Any:
+        layer, placement = call.layer, call.placement
+        arguments = (*call.args, *call.kwargs.values())
         key = layer.signature(arguments, placement), self.plain
         recipe = layer.recipes.get(key)
-        if recipe is not None and not (placement.kind.on_device or remat.policy.has_room(recipe.layout.host_bytes)):
-            placement = FULL_RECOMPUTE
-            key = layer.signature(arguments, placement), self.plain
-        fn = functools.partial(self.compiled.function(self.plain, placement.kind), *args, **kwargs)
-        return functools.partial(
-            self._run, remat, layer, CompiledCall(remat, layer, remat.engine.begin(layer.name, placement), key), fn
-        )
+        if recipe is not None:
+            host_bytes = recipe.layout.host_bytes
+            placement = host.admit(layer, placement, Way.COMPILED, lambda _: host_bytes)
+            if placement is not call.placement:
+                key = layer.signature(arguments, placement), self.plain
+        fn = functools.partial(self.compiled.function(self.plain, placement.kind), *call.args, **call.kwargs)
+        return host.observed(layer, functools.partial(self._run, layer, placement, key, fn, host))
 
     @staticmethod
-    def _run(remat: Remat, layer: Layer, call: CompiledCall, fn: Callable[..., Any]) -> Any:
+    def _run(layer: Layer, placement: Placement, key: Any, fn: Callable[..., Any], host: LayerHost) -> Any:
+        frame = host.engine.begin(layer.name, placement)
+        call = CompiledCall(host, layer, frame, key)
         try:
             ops.begins(call)
-            out = remat.with_kernel(layer, fn)
+            out = host.with_kernel(layer, fn)
             if call.needs_backward:
                 call.keep()
-                remat.engine.end(call.frame)
+                host.engine.end(frame)
         except CANNOT_COMPILE as error:
             if call.needs_backward or call.recipe is not None:  # its graph ran
                 raise
             raise CannotCompile(reason_of(error)) from error
         finally:
             ops.ends(call)
-            if call.frame.state == "recording":  # the layer raised, or no backward will ask for it
-                remat.engine.abort(call.frame)
+            if frame.state == "recording":  # the layer raised, or no backward will ask for it
+                host.engine.abort(frame)
         if call.native:
-            remat.follow_backward(out, call.frame, call.backward_begins)
+            host.follow_backward(out, frame, call.backward_begins)
         else:
             for tensor in tensor_leaves(out):  # the caller may change it in place
-                remat.engine.about_to_change(call.frame, tensor)
+                host.engine.about_to_change(frame, tensor)
         return out
 
 

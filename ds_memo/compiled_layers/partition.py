@@ -24,12 +24,16 @@ from ds_memo.compiled_layers import torch_private
 from ds_memo.compiled_layers.ops import HOLD, KEEP, SUPPLY, join_of
 from ds_memo.placement import PlacementKind
 from ds_memo.remat import op_policy
-from ds_memo.remat.checkpoint import CannotCompile
+from ds_memo.remat.layer_call import CannotRun
 from ds_memo.remat.op_policy import OpKind
 from ds_memo.remat.recipe import SMALL
 
 CHANGES = "changes an input or a buffer in place"
 _COLLECTIVES = ("c10d", "c10d_functional", "_c10d_functional", "_dtensor")
+
+
+class CannotCompile(CannotRun):
+    """A layer cannot run compiled. The message says why, as the end of "it …"."""
 
 
 def partition(

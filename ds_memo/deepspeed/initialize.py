@@ -50,7 +50,9 @@ NO_SECTION = (
     '{"enabled": true} to the JSON (that of Accelerate names one by deepspeed_config_file) or the dict, or start with '
     "ds-memo run --memo JSON COMMAND"
 )
-NOT_ENABLED = f'this engine runs without memo: the "{SECTION}" section does not say "enabled": true'
+NOT_ENABLED = (
+    f'this engine runs without memo: the "{SECTION}" section does not say "enabled": true. Add that, or false to have no warning'
+)
 LATE = (
     "rank {} waits in ds_memo.initialize, and ranks {} have not come there for {:g} s. Do they run under ds_memo? Where a script "
     "starts its ranks by itself (Lightning, mp.spawn), start it with ds-memo run COMMAND, or call ds_memo.install() in it"
@@ -316,7 +318,7 @@ def _say_who_shares_drives(session: Session, section: dict[str, Any]) -> None:
         ):
             session.warn(
                 f"zero_optimization.{key} keeps its states on a file system of memo.nvme.path: each takes bandwidth from the "
-                "other. What memo measures at the first step does not have ZeRO's transfers in it"
+                "other. What memo measures at the first step does not have ZeRO's transfers in it. Give each drives of its own"
             )
 
 
@@ -390,4 +392,7 @@ def _read_config(asked: dict[str, Any]) -> dict[str, Any]:
 
 def _refuse_pipelines(model: Any) -> None:
     if isinstance(model, (PipelineModule, PipelineEngine)):
-        raise MemoError("memo works with DeepSpeedEngine; pipeline parallelism runs its own checkpointing")
+        raise MemoError(
+            "memo works with DeepSpeedEngine; pipeline parallelism runs its own checkpointing. "
+            "Use data, tensor or sequence parallelism"
+        )

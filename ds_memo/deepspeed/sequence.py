@@ -80,7 +80,9 @@ def check(size: int, ulysses: int | None, world_size: int) -> None:
         MemoConfigError: with the numbers.
     """
     if world_size % size:
-        raise MemoConfigError(f"{FIELD}: got {size}, but the {world_size} ranks of this run are no multiple of it")
+        raise MemoConfigError(
+            f"{FIELD}: got {size}, but the {world_size} ranks of this run are no multiple of it; choose a divisor"
+        )
     if ulysses is not None and size % ulysses:
         raise MemoConfigError(f"memo.ulysses_size: got {ulysses}; allowed: a number that divides {FIELD}, which is {size}")
 

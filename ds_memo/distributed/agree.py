@@ -199,7 +199,8 @@ def _say(problem: str) -> list[str]:
             raise
         raise MemoError(
             f"rank {dist.get_rank()}: {problem}. Rank {absent.rank} has not answered for {absent.wait_s:g} s: it waits for this "
-            "rank inside a layer whose ranks talk to each other, so the run cannot go on. With memo.alpha and "
+            "rank inside a layer whose ranks talk to each other, so the run cannot go on. "
+            "Mend that rank's error; with memo.alpha and "
             "memo.resident_layers both set nothing is measured"
         ) from absent
 
@@ -218,4 +219,4 @@ def refuse_differences(what: str, by_rank: Sequence[dict[str, Any]]) -> None:
         if len(ranks) > 1:
             lines.append(f"{name}: " + ", ".join(f"{value} on {in_numbers(numbers)}" for value, numbers in ranks.items()))
     if lines:
-        raise MemoError(f"{what} differs between ranks, and all must work alike; " + "; ".join(lines))
+        raise MemoError(f"{what} differs between ranks, and all must work alike. Give all ranks the same: " + "; ".join(lines))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from ds_memo.estimate import layout as layouts
@@ -16,6 +16,8 @@ from ds_memo.units import GIB, round_up
 GRAIN = 32
 """The longest length is found to one part in GRAIN of itself, or to 1 Ki tokens."""
 KI = 1024
+FIRST = 64
+"""Ki tokens of the first length that is tried."""
 _MOST_GPUS = 1 << 16
 
 
@@ -62,7 +64,8 @@ def _on(question: Question, layout: Layout) -> Estimate:
     left = question.host_bytes - states
     if left < 0:
         why = f"host memory: the model's states alone take {states / GIB:.4g} of {question.host_bytes / GIB:.4g} GiB of the node"
-        answer = Estimate(question, layout, OOHM, f"{why}. What helps: more GPUs on as many more nodes.", {}, 0.0)
+        helps = "What helps: more GPUs on as many more nodes."
+        answer = Estimate(question, layout, OOHM, f"{why}. {helps}", {}, 0.0)
     else:
         asked = replace(question, host_memory=left)
         answer = (memo if question.method == "memo" else stock)(asked, costs)
@@ -73,16 +76,21 @@ def _on(question: Question, layout: Layout) -> Estimate:
 # ---- open questions
 
 
-def longest(question: Question) -> tuple[Estimate | None, Estimate]:
+def longest(question: Question, tell: Callable[[Estimate], None] = lambda answer: None) -> tuple[Estimate | None, Estimate]:
     """Return the longest sequence that fits, in whole Ki tokens (None: 1 Ki does not fit), and the shortest found that does not.
 
     `question.seq_length` is ignored.
+
+    Args:
+        tell: called with the answer for each length.
     """
 
     def at(units: int) -> Estimate:
-        return estimate(replace(question, seq_length=units * KI))
+        answer = estimate(replace(question, seq_length=units * KI))
+        tell(answer)
+        return answer
 
-    low, fits, high = 0, None, 1
+    low, fits, high = 0, None, FIRST
     beyond = at(high)
     while beyond.status == OK:
         low, fits, high = high, beyond, 2 * high
@@ -91,19 +99,24 @@ def longest(question: Question) -> tuple[Estimate | None, Estimate]:
         beyond = at(high)
     while high - low > max(1, low // GRAIN):
         middle = (low + high) // 2
-        tried = at(middle)
-        if tried.status == OK:
-            low, fits = middle, tried
+        answer = at(middle)
+        if answer.status == OK:
+            low, fits = middle, answer
         else:
-            high, beyond = middle, tried
+            high, beyond = middle, answer
     return fits, beyond
 
 
-def fewest_gpus(question: Question) -> tuple[Estimate | None, Estimate | None]:
+def fewest_gpus(
+    question: Question, tell: Callable[[Estimate], None] = lambda answer: None
+) -> tuple[Estimate | None, Estimate | None]:
     """Return the fewest GPUs on which the length fits, and the last number tried that was too small.
 
     The search tries 1, 2, 4, … GPUs of a node, then 1, 2, 4, … nodes. It ends where more GPUs only add replicas and save no
     memory; the first answer is None then.
+
+    Args:
+        tell: called with the answer for each number.
 
     Raises:
         EstimateError: a value is out of range for any number of GPUs.
@@ -115,6 +128,7 @@ def fewest_gpus(question: Question) -> tuple[Estimate | None, Estimate | None]:
             tried = estimate(replace(question, gpus=gpus))
         except EstimateError:  # this model cannot be split over so many
             continue
+        tell(tried)
         if tried.status == OK:
             return tried, before
         if before is not None and tried.status == before.status and _misses(tried) > 0.99 * _misses(before):

@@ -179,6 +179,21 @@ def mfu(flops: float, seconds: float, ranks: int, peak: float) -> float:
     return flops / (seconds * ranks * peak)
 
 
+def model_file(path: str) -> Path:
+    """Return the config JSON of a model, or of its folder.
+
+    Raises:
+        EstimateError: there is none.
+    """
+    file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
+    if not file.is_file():
+        raise EstimateError(
+            f"model {brief(path)}: no such file or folder; expected a Hugging Face config JSON, e.g. "
+            "ds_configs/models/gpt-7b.json, or a folder with one (nothing is downloaded)"
+        )
+    return file
+
+
 def read_json(path: Path, what: str) -> dict[str, Any]:
     """Return the JSON object in a file of at most MOST_CONFIG_BYTES.
 

@@ -27,7 +27,8 @@ from ds_memo.profile.layer_sample import LayerSample
 from ds_memo.profile.sample import LayerProfile, Profile
 from ds_memo.profile.tile_sample import TileSample
 from ds_memo.profile.tiles import measure_in_tiles
-from ds_memo.remat.checkpoint import CannotTile, Layer
+from ds_memo.remat.layer import Layer
+from ds_memo.remat.layer_call import CannotTile
 from ds_memo.sequence.catch_mixers import calls_mixers
 
 META = torch.device("meta")

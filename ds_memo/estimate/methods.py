@@ -20,8 +20,9 @@ from ds_memo.solve.headroom import HEADROOM, shortest
 from ds_memo.solve.memory import device_bytes
 from ds_memo.solve.placement_kinds import Kinds
 from ds_memo.solve.refusals import NothingFits
-from ds_memo.solve.run_costs import NvmeCosts, RunCosts, Working
+from ds_memo.solve.run_costs import NvmeCosts, PeakBytes, RunCosts
 from ds_memo.solve.solver import Solution
+from ds_memo.swap.stream_protocol import COMPUTE
 from ds_memo.units import GIB
 
 TILED_TOKENS = 4096
@@ -209,7 +210,7 @@ def _too_large(question: Question, costs: Costs) -> str:
 
 def _frames(run: RunCosts, kinds: Kinds, alpha: float) -> int:
     """Return the peak device bytes of kept and reloaded outputs, without the transients inside a layer."""
-    nothing: dict[str, Any] = dict.fromkeys(("working", "working_at_0", "working_without_attention"), Working())
+    nothing: dict[str, Any] = dict.fromkeys(("working", "working_at_0", "working_without_attention"), PeakBytes())
     frames = replace(run.each(lambda layer: replace(layer, **nothing)), working_bytes=0)
     return device_bytes(frames, kinds, alpha)
 
@@ -256,19 +257,17 @@ def _by_part(question: Question, costs: Costs, working: dict[str, float]) -> dic
 
 
 def _timed(answer: Estimate, costs: Costs) -> Estimate:
-    """Simulate one sequence. A step has a replica's share of the sequences, and one optimizer step."""
-    question, simulated = answer.question, answer.simulated()
-    rounds = answer.sequences // answer.layout.dp
+    """Add the seconds of a step: a replica's share of the sequences, one after another, and one optimizer step."""
+    question, rounds = answer.question, answer.sequences // answer.layout.dp
     kinds: dict[str, float] = {}
-    for span in simulated.spans:
-        if span.stream == "compute":
+    for span in answer.timeline():
+        if span.stream == COMPUTE:
             kinds[span.kind] = kinds.get(span.kind, 0.0) + rounds * (span.end - span.begin)
-    seconds = rounds * simulated.seconds
+    seconds = sum(kinds.values())
     if not question.planned and _flushes(answer):
         kinds["allocator"] = question.hardware.stall * seconds
-        seconds += kinds["allocator"]
     kinds["optimizer"] = costs.optimizer_s(rounds)
-    return replace(answer, step_s=seconds + kinds["optimizer"], seconds=kinds)
+    return replace(answer, step_s=sum(kinds.values()), seconds=kinds)
 
 
 def _flushes(answer: Estimate) -> bool:

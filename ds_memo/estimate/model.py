@@ -11,10 +11,10 @@ from torch import nn
 
 from ds_memo.errors import MemoError, brief, quoted
 from ds_memo.estimate.errors import EstimateError
-from ds_memo.estimate.hardware import read_json
+from ds_memo.estimate.hardware import model_file, read_json
 from ds_memo.estimate.layers import Layers
 from ds_memo.estimate.meta_kernels import ATTENTION, NAME
-from ds_memo.hf.meta_model import build_without_memory, knows
+from ds_memo.hf.meta_model import build_without_memory, knows, unknown_keys
 
 _LARGEST = 1 << 24
 
@@ -55,12 +55,7 @@ def load(path: str, fused: bool = False) -> Model:
     Raises:
         EstimateError: there is no such file, or Transformers cannot build a decoder of it.
     """
-    file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
-    if not file.is_file():
-        raise EstimateError(
-            f"model {brief(path)}: no such file or folder; expected a Hugging Face config JSON, e.g. "
-            "ds_configs/models/gpt-7b.json, or a folder with one (nothing is downloaded)"
-        )
+    file = model_file(path)
     return _loaded(file.resolve(), file.stat().st_mtime_ns, quoted(file.stem), fused)
 
 
@@ -84,6 +79,9 @@ def from_config(data: dict[str, Any], name: str, fused: bool = False) -> Model:
         data = (inner if isinstance(inner, dict) else data) | {"model_type": "llama"}
     try:
         built = build_without_memory(data, name, NAME, ATTENTION)
+        if unknown := unknown_keys(data):
+            words = [key + (f" (did you mean {known}?)" if known else "") for key, known in unknown.items()]
+            notes.append(f"Transformers does not know these keys of the config, and leaves them out: {', '.join(words)}")
         return _model(built, data, name, notes, fused)
     except MemoError as error:
         raise EstimateError(str(error)) from None

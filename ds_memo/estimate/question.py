@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 from ds_memo.estimate.errors import EstimateError
 from ds_memo.estimate.hardware import Hardware, mfu
 from ds_memo.estimate.layout import LEAST_ZERO, Layout
-from ds_memo.estimate.simulate import Simulated, simulate
 from ds_memo.memory.host import HOST_HEADROOM
 from ds_memo.placement import Placement, PlacementKind, Tiles
 from ds_memo.profile.sample import Profile
 from ds_memo.solve.run_costs import RunCosts
+from ds_memo.solve.schedule import Schedule
+from ds_memo.solve.timeline import Span
 from ds_memo.units import GIB
 
 if TYPE_CHECKING:
@@ -143,10 +144,11 @@ class Estimate:
             "attention_recomputed": sum(kind.recomputes_attention for kind in kinds),
         }
 
-    def simulated(self) -> Simulated:
-        """Return the schedule of one forward and backward, in virtual time."""
+    def timeline(self) -> list[Span]:
+        """Return what every stream does in one forward and backward."""
         assert self.run is not None  # of an answer that fits
-        return simulate(self.run, self.placements)
+        files = max((number + 1 for number, placement in enumerate(self.placements) if placement.nvme), default=0)
+        return Schedule(self.run, [placement.kind for placement in self.placements]).timeline(self.alpha or 0.0, files)
 
     def as_json(self) -> dict[str, Any]:
         layout = self.layout

@@ -111,5 +111,5 @@ def _named(model: nn.Module, layers: list[str | nn.Module]) -> list[tuple[str, n
             wanted = layer if isinstance(layer, str) else type(layer).__name__
             raise MemoError(f"layers: {quoted(wanted)!r} is no module of {type(model).__name__}. {HOW_TO_NAME}")
     if len({id(module) for _, module in named}) < len(named):
-        raise MemoError("layers: a module is named twice")
+        raise MemoError("layers: a module is named twice; name each once")
     return named

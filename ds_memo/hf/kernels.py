@@ -136,7 +136,7 @@ def use_fused_norms(model: nn.Module, which: str, undo: ExitStack) -> None:
         layer_norm, rms_norm, norms = apex.fused_layer_norm_affine, apex.fused_rms_norm_affine, "LayerNorm or RMSNorm"
     runs = [(module, run) for module in model.modules() if (run := _fused_norm(layer_norm, rms_norm, module)) is not None]
     if not runs and not (which == "torch" and any(isinstance(module, nn.LayerNorm) for module in model.modules())):
-        raise MemoError(f"{setting}: {type(model).__name__} has no {norms} with a weight that it can run")
+        raise MemoError(f"{setting}: {type(model).__name__} has no {norms} with a weight that it can run; leave it out")
     for module, run in runs:
         undo.callback(_restore_forward, weakref.ref(module), module.__dict__.get("forward"))
         module.forward = run
@@ -230,7 +230,8 @@ def fused_adam(config: Mapping[str, Any], model: nn.Module, parameters: Any, giv
     if given is not None or kind not in ("adam", "adamw"):
         found = f"the script's own {type(given).__name__}" if given is not None else f"type {kind!r}"
         raise MemoConfigError(
-            f'{setting}: takes the place of an "optimizer" of type "Adam" or "AdamW" in the DeepSpeed JSON; there is {found}'
+            f'{setting}: takes the place of an "optimizer" of type "Adam" or "AdamW" in the DeepSpeed JSON; there is '
+            f"{found}. Leave it out"
         )
     apex = APEX_ADAM.load(setting)
     options = dict(section.get("params", {}))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from ds_memo.errors import MemoError
 from ds_memo.hf.attention import catch_attention
 from ds_memo.hf.find_layers import find_layers
 from ds_memo.profile.layer_kinds import kinds_of
-from ds_memo.remat.checkpoint import Layer
+from ds_memo.remat.layer import Layer
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -99,7 +100,7 @@ def _building(name: Path | str) -> Iterator[None]:
         raise
     except Exception as error:
         why = next(iter(str(error).strip().splitlines()), "no reason given")
-        raise MemoError(f"model {name}: cannot be built ({type(error).__name__}: {why})") from None
+        raise MemoError(f"model {name}: cannot be built ({type(error).__name__}: {why}); correct the config") from None
 
 
 def knows(model_type: object) -> bool:
@@ -107,6 +108,27 @@ def knows(model_type: object) -> bool:
     from transformers import CONFIG_MAPPING
 
     return isinstance(model_type, str) and model_type in CONFIG_MAPPING
+
+
+def unknown_keys(data: dict[str, Any]) -> dict[str, str | None]:
+    """Return a config's keys that Transformers does not know, each with the known key that it resembles, if any.
+
+    Transformers keeps such a key as it is. A known one is a default's, or is turned into another.
+
+    Args:
+        data: a Hugging Face config that Transformers can build.
+    """
+    from transformers import CONFIG_MAPPING
+
+    whole = CONFIG_MAPPING[data["model_type"]].from_dict(data)
+    found = {}
+    for given, config in ((data, whole), (data.get("text_config"), whole.get_text_config())):
+        if isinstance(given, dict):
+            known = vars(type(config)())
+            for key in given:
+                if key in vars(config) and not (key in known or hasattr(type(config), key) or key.startswith("_")):
+                    found[key] = next(iter(get_close_matches(key, known, 1, 0.8)), None)
+    return found
 
 
 def _refuse_encoders(path: Path | str, config: PretrainedConfig) -> None:

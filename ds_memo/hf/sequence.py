@@ -52,7 +52,9 @@ class Decoder:
         self.ranks = ranks
         base = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
         if base is None:
-            raise MemoError(f"{FIELD}: {type(model).__name__} is no Hugging Face model; its attention and masks are not known")
+            raise MemoError(
+                f"{FIELD}: got {type(model).__name__}, whose attention and masks are not known; use a Hugging Face model"
+            )
         if getattr(base.config, "is_encoder_decoder", False):
             raise MemoError(
                 f"{FIELD}: {type(base).__name__} is an encoder and a decoder, and parts of the one do not belong to parts of the "
@@ -142,10 +144,12 @@ class Decoder:
         given = _by_name(self._signature, args, kwargs)
         tokens = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
         if not isinstance(tokens, torch.Tensor) or tokens.dim() < 2:
-            raise MemoError(f"{FIELD} {self.ranks.size}: {type(module).__name__} was called without input_ids or inputs_embeds")
+            raise MemoError(
+                f"{FIELD} {self.ranks.size}: {type(module).__name__} was called without input_ids or inputs_embeds; pass one"
+            )
         if earlier_tokens(given):
             raise MemoError(
-                f"{FIELD} {self.ranks.size}: a cache is of whole sequences; generate with a model that is not in parts"
+                f"{FIELD} {self.ranks.size}: a cache is of whole sequences; use for generation a model that is not in parts"
             )
         if given.get("cu_seq_lens_q") is not None:
             raise MemoError(

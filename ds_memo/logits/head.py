@@ -15,7 +15,7 @@ from ds_memo.logits.content import Content, Rows, Source, as_they_are, raise_wha
 from ds_memo.logits.head_bytes import BYTES_PER_LOGIT, TILE_BYTES, HeadBytes, head_bytes, tile_rows
 from ds_memo.logits.tensor import call_head
 from ds_memo.remat.autocast import autocast_now
-from ds_memo.remat.checkpoint import CannotTile
+from ds_memo.remat.layer_call import CannotTile
 from ds_memo.remat.layer_state import LayerState
 from ds_memo.tiles.check.compare import is_by_token
 from ds_memo.tiles.graph import refuse_other_gradients
@@ -147,7 +147,8 @@ class LazyHead:
             gib = logits.numel() * logits.element_size() / GIB
             self._warn(
                 f"the output head ({type(self.module()).__name__}) makes its logits whole, {gib:.3g} GiB and several copies: its "
-                "weights are distributed or quantised, it mixes rows, has dropout, or reads another tensor that needs a gradient"
+                "weights are distributed or quantised, it mixes rows, has dropout, or reads another tensor that needs a "
+                "gradient. It needs nothing, if they fit"
             )
         return logits
 

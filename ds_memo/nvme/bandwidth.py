@@ -39,7 +39,7 @@ def measure_drives(files: DirectFiles, host_budget: int, device: torch.device) -
     """
     nbytes = min(BLOCK, host_budget // BLOCKS, files.budget // BLOCKS) // PAGE * PAGE
     if not nbytes:
-        raise MemoError(f"the drives cannot be measured: {BLOCKS} pages of host memory and of files are wanted")
+        raise MemoError(f"the drives cannot be measured: {BLOCKS} pages of host memory and of files are expected")
     with ExitStack() as undo:
         slab = HostSlab(nbytes * BLOCKS, HostPool(device))
         undo.callback(slab.close)

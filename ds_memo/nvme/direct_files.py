@@ -227,7 +227,9 @@ class DirectFiles:
 
     def _check_threads(self) -> None:
         if not self._stop.alive or not all(thread.is_alive() for thread in self._threads):
-            raise MemoError("files for activations are closed, or this process was forked from the one that opened them")
+            raise MemoError(
+                "files for activations are closed, or this process was forked from the one that opened them. Train in that one"
+            )
 
 
 class Meter:

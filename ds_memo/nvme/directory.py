@@ -55,7 +55,7 @@ def open_directory(path: str, warn: Callable[[str], None], root: Path = Path("/"
             raise MemoError(f"memo.nvme.path: {quoted(path)} is no directory; make one on the drive, or name another")
         device = os.stat(real).st_dev
     except (OSError, ValueError) as error:
-        raise MemoError(f"memo.nvme.path: {quoted(path)} cannot be used ({error})") from error
+        raise MemoError(f"memo.nvme.path: {quoted(path)} cannot be used ({error}); name another directory") from error
     kind = _file_system(real, device, root)
     if kind in IN_MEMORY:
         raise MemoError(
@@ -63,7 +63,10 @@ def open_directory(path: str, warn: Callable[[str], None], root: Path = Path("/"
             "or raise memo.host_memory_gib"
         )
     if kind in OVER_NETWORK or kind.startswith("fuse."):
-        warn(f"memo.nvme.path: {quoted(path)} is on {kind}, over a network: its bandwidth is shared with others")
+        warn(
+            f"memo.nvme.path: {quoted(path)} is on {kind}, over a network: its bandwidth is shared with others. "
+            "Name a drive of this node"
+        )
     return Directory(real, device, kind, _node(device, root))
 
 

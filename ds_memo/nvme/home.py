@@ -112,7 +112,9 @@ class FileHome(Home):
         self.wait(filed)
         if (failure := filed.transfer.failure) is not None:
             self._drop_block(frame)
-            raise MemoError(f"frame {frame.name} could not be read back, and this backward is lost: {failure}") from failure
+            raise MemoError(
+                f"frame {frame.name} could not be read back, and this backward is lost: {failure}; look at the drive (dmesg)"
+            ) from failure
         self._move(frame, "in_both")
         frame.rows = {index: frame.layout.kept[index].rows_in(frame.block) for index in filed.indices}
 

@@ -40,7 +40,7 @@ def open_files(
     agreed = agree(files.budget)
     if not agreed:
         files.close()
-        raise MemoError("another rank could not open its files for activations; its error says why")
+        raise MemoError("another rank could not open its files for activations; look at its error")
     files.limit(agreed)
     return files
 

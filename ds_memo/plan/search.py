@@ -111,7 +111,7 @@ def search(buffers: Sequence[Buffer], capacity: int, seconds: float, *, max_node
     )  # fmt: skip
     verdict = _with_deep_stack(lambda: library.ds_memo_dsa_search(*arguments))
     if verdict == -3:
-        warn(f"exact search over {n} buffers ran out of memory")
+        warn(f"exact search over {n} buffers ran out of memory; the best plan so far is used")
     return Answer(list(offsets) if verdict == 1 else None, verdict in (0, 1), nodes.value)
 
 

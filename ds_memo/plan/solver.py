@@ -136,7 +136,10 @@ def _exact(run: _Run, solver: str, warn: Warn) -> None:
             load(time.monotonic() + COMPILING * run.left)
         except Unavailable as error:
             why = str(error)
-            warn(f"addresses are planned by greedy and MIP alone, without the exact search: {why}")
+            warn(
+                f"addresses are planned by greedy and MIP alone, without the exact search: {why}. "
+                "Install a C++20 compiler, if it is that"
+            )
     problem, unit = run.problem.scaled()
     if why:
         run.notes.append(f"exact search left out: {why}")
@@ -188,7 +191,7 @@ def _mip(run: _Run, problem: Problem, unit: int, solver: str, seconds: float, wa
         answer = milp.solve_milp(problem.buffers, seconds, solver=solver, start=start, progress=heard)
     except milp.MilpFailed as e:
         run.notes.append(f"MIP ({solver}) failed: {e}")
-        warn(f"MIP ({solver}) failed, the plan is from {run.method}: {e}")
+        warn(f"MIP ({solver}) failed, the plan is from {run.method}, which is used: {e}")
         return
     if answer.offsets is not None:
         run.offer([offset * unit for offset in answer.offsets], stage)

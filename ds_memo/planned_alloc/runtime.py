@@ -40,7 +40,7 @@ from ds_memo.planned_alloc.request_log import Position, RequestLog, read_log
 from ds_memo.shapes import PassKind, Shapes
 from ds_memo.units import GIB
 
-NOT_PLANNED = "memory addresses are not planned: {}"
+NOT_PLANNED = "memory addresses are not planned: {}; PyTorch's allocator goes on"
 _PATIENCE = 4
 """Iterations without a plan in which torch's allocator keeps blocks whole: requests that never repeat need new ones each time."""
 

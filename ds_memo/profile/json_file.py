@@ -1,12 +1,12 @@
 """A profile as one JSON file, checked in full when it is read. No torch.
 
-Types are those of the data classes. Every number is finite, and bounded by the unit that its name ends with: then the solver's
-sums over thousands of layers stay within 64 bits.
+Types are those of the data classes. Every number is finite and not negative; lists and texts have lengths that a run can have.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
@@ -19,23 +19,6 @@ from ds_memo.profile.tile_sample import PARTS, SAMPLES
 
 FORMAT = 11
 MOST_PROFILE_BYTES = 1 << 24
-MOST_TOKENS = 1 << 34
-MOST_BYTES = 1 << 50
-"""Bytes of a layer call, also of all its outputs."""
-MOST_TILES = 1 << 10
-"""Tiles of a sample."""
-_MOST = {
-    "bytes_per_s": 1e15,
-    "_s": 1e6,
-    "seconds": 1e6,
-    "_flops": 1 << 70,
-    "batch": MOST_TOKENS,
-    "length": MOST_TOKENS,
-    "tokens": MOST_TOKENS,
-    "ranks_copying": 1 << 20,
-    "ranks_per_sequence": 1 << 20,
-}
-"""Upper limits of numbers, by the end of their names. All others are bytes."""
 _MOST_ENTRIES = {"kinds": 1 << 12, "layers": 1 << 16, "samples": 3, "outputs": 1 << 12, "peaks": 1 << 4}
 _MOST_CHARACTERS = {"name": MOST_NAME, "method": MOST_NAME, "not_tiled": 1 << 12}
 _FREE = ("key", "measured")
@@ -80,36 +63,30 @@ def from_json(text: str) -> Profile:
 
 
 def _check_sizes(name: str, value: Any) -> None:
-    """Raise ProfileError if an entry of this name, or one inside of it, is out of all proportion."""
+    """Raise ProfileError if an entry of this name, or one inside of it, is too long, or is no number from 0 on."""
     if isinstance(value, dict):
         for inner, part in value.items():
             _check_sizes(inner, part)
-    elif isinstance(value, list):
-        most = _MOST_ENTRIES.get(name, 1 << 16)
+    elif isinstance(value, (list, str)):
+        what, most = f"it has {len(value):,} {quoted(name)}", _MOST_ENTRIES.get(name, 1 << 16)
+        if isinstance(value, str):
+            what, most = f"{quoted(name)} has {len(value):,} characters", _MOST_CHARACTERS.get(name, MOST_NAME)
         if len(value) > most:
-            raise ProfileError(f"it has {len(value):,} {quoted(name)}, the most is {most:,}")
-        for part in value:
+            raise ProfileError(f"{what}, the most is {most:,}")
+        for part in value if isinstance(value, list) else ():
             _check_sizes(name, part)
-    elif isinstance(value, str):
-        if len(value) > (most := _MOST_CHARACTERS.get(name, MOST_NAME)):
-            raise ProfileError(f"{quoted(name)} has {len(value):,} characters, the most is {most:,}")
-    elif isinstance(value, (int, float)):
-        least = 1.0 if name.endswith("bytes_per_s") else 0.0
-        limit = next((most for ending, most in _MOST.items() if name.endswith(ending)), MOST_BYTES)
-        if not least <= value <= limit:  # nor is NaN
-            raise ProfileError(f"{quoted(name)} is {brief(value)}, expected {least:g} to {limit:,.0f}")
+    elif isinstance(value, (int, float)) and not 0 <= value < math.inf:  # nor is NaN
+        raise ProfileError(f"{quoted(name)} is {brief(value)}, expected a number from 0 on")
 
 
 def _contradictions(profile: Profile) -> Iterator[bool]:
     """Yield False for a profile that no run writes."""
     yield bool(profile.kinds) and any(kind is not None for kind in profile.layers)
     yield all(kind is None or kind < len(profile.kinds) for kind in profile.layers)
-    yield min(profile.ranks_copying, profile.ranks_per_sequence) > 0
+    yield min(profile.ranks_copying, profile.ranks_per_sequence, profile.d2h_bytes_per_s, profile.h2d_bytes_per_s) > 0
     for kind in profile.kinds:
         yield bool(kind.samples) and len({len(sample.outputs) for sample in kind.samples[:2]}) == 1
-        for sample in kind.samples:
-            yield 0 < sample.tokens <= MOST_TOKENS
-            yield sum(output.nbytes for output in sample.outputs) <= MOST_BYTES
+        yield all(sample.tokens for sample in kind.samples)
         yield not kind.in_tiles or _are_samples_in_tiles(kind)
 
 
@@ -120,9 +97,7 @@ def _are_samples_in_tiles(kind: LayerProfile) -> bool:
     for sample in kind.in_tiles:
         if len(sample.seconds) != len(PARTS) or not sample.peaks or any(len(peaks) != len(PARTS) for peaks in sample.peaks):
             return False
-        if not (2 <= sample.tile_tokens < sample.length and 0 < sample.batch * sample.length <= MOST_TOKENS):
-            return False
-        if sample.batch * sample.length > MOST_TILES * sample.tile_tokens:
+        if not (2 <= sample.tile_tokens < sample.length and sample.batch):
             return False
     few, many, larger = (sample.cut for sample in kind.in_tiles)
     return few.tokens < many.tokens == larger.tokens and many.tiles > larger.tiles and few.of_tile < larger.of_tile

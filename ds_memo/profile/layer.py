@@ -22,12 +22,14 @@ from ds_memo.profile.layer_call import LayerCall, hidden_from_training, uncompil
 from ds_memo.profile.layer_sample import LayerSample
 from ds_memo.profile.live import bytes_made, storages_of
 from ds_memo.profile.stopwatch import Stopwatch, now, repeats, seconds_between
-from ds_memo.remat.checkpoint import Layer, OwnForward, Remat, Tiler
+from ds_memo.remat.checkpoint import Remat
+from ds_memo.remat.layer import Layer
+from ds_memo.remat.layer_call import LayerRunner, OwnForward
 from ds_memo.remat.random_states import KeepsGiven, forked
 from ds_memo.remat.recipe import Gemm, Recipe
 from ds_memo.remat.tensors import tensor_leaves
 from ds_memo.remat.undo import Undoing
-from ds_memo.solve.run_costs import Output, OutputRole, Working
+from ds_memo.solve.run_costs import Output, OutputRole, PeakBytes
 from ds_memo.swap.engine import SwapEngine
 from ds_memo.swap.frame import Frame
 from ds_memo.swap.host_pool import HostPool
@@ -81,9 +83,9 @@ def measure(call: LayerCall, length: int, device: torch.device, attention: str |
                 gemm_flops=full.gemm_flops,
                 attention_flops=watch.attention_flops,
                 no_recompute_bytes=as_called.saved_bytes(),
-                working=Working(input_bytes + working.forward, working.backward),
-                working_at_0=Working(input_bytes + at_0.forward, at_0.backward),
-                working_without_attention=Working(input_bytes + at_0.forward, without_attention.backward),
+                working=PeakBytes(input_bytes + working.forward, working.backward),
+                working_at_0=PeakBytes(input_bytes + at_0.forward, at_0.backward),
+                working_without_attention=PeakBytes(input_bytes + at_0.forward, without_attention.backward),
                 outputs=outputs,
             )
         finally:
@@ -135,14 +137,14 @@ def _own_parameters(module: nn.Module) -> Iterator[list[nn.Parameter]]:
 
 
 class _Fixed:
-    """A policy whose placement is always `now`. Measured layers stay on the device, so there is no alpha to settle."""
+    """A policy whose placement is always `now`. Measured layers stay on the device, so there is no alpha to decide."""
 
     now = ON_DEVICE
 
     def placement(self, layer: Layer) -> Placement:
         return self.now
 
-    def settle(self, layer: Layer, placement: Placement, whole_bytes: int, split_bytes: int) -> Placement:
+    def decide_alpha(self, layer: Layer, placement: Placement, whole_bytes: int, split_bytes: int) -> Placement:
         raise AssertionError("no rows are swapped in a profile")
 
     def has_room(self, nbytes: int) -> bool:
@@ -184,12 +186,10 @@ class Bench:
         device: torch.device,
         attention: str | None,
         warn: Callable[[str], None] = lambda message: None,
-        tiler: Tiler | None = None,
+        tiler: LayerRunner | None = None,
     ) -> None:
         self._layer = Layer(layer.index, layer.name, layer.module())
-        self._fn, self._args, self._kwargs = fn, args, dict[str, Any]()
-        if isinstance(fn, partial) and isinstance(fn.func, OwnForward):  # memo knows it by its type
-            self._fn, self._kwargs = fn.func, fn.keywords
+        self._fn, self._args = fn, args
         self.leaves = leaves
         self._device = device
         self._policy = _Fixed()
@@ -203,7 +203,7 @@ class Bench:
 
     def forward(self, placement: Placement) -> list[torch.Tensor]:
         self._policy.now = placement
-        out = self.remat.run(self._layer, self._fn, *self._args, **self._kwargs)
+        out = self.remat.run(self._layer, self._fn, *self._args)
         return [tensor for tensor in tensor_leaves(out) if tensor.requires_grad]
 
     def backward(self, outputs: list[torch.Tensor]) -> None:
@@ -249,7 +249,7 @@ class Bench:
         watch.read()
         return watch
 
-    def held(self, placement: Placement) -> Working:
+    def held(self, placement: Placement) -> PeakBytes:
         """Return the peak bytes that a forward makes, and those that a replay and backward make, without kept outputs.
 
         The layer's output, which in a step belongs to the frame above, counts in both; its input, made before, in neither.
@@ -260,7 +260,7 @@ class Bench:
             forward = count.peak
             count.reset_peak()
             self.backward(outputs)
-        return Working(forward, max(0, count.peak - frame))
+        return PeakBytes(forward, max(0, count.peak - frame))
 
     @property
     def frame_bytes(self) -> int:
@@ -276,7 +276,7 @@ class Bench:
         """Return the bytes that autograd saves, without parameters, buffers and arguments that other layers share."""
         module = self._layer.module()
         own = (*module.parameters(), *module.buffers())
-        shared = tensor_leaves((self._args, self._kwargs, self._fn.keywords if isinstance(self._fn, partial) else ()))
+        shared = tensor_leaves((self._args, self._fn.keywords if isinstance(self._fn, partial) else ()))
         known = {storage._cdata for x in (*own, *shared) if x is not self.leaves[0] for storage in storages_of(x)}
         saved: dict[int, torch.UntypedStorage] = {}
 
@@ -285,7 +285,7 @@ class Bench:
                 if storage._cdata not in known:
                     saved[storage._cdata] = storage
 
-        if isinstance(self._fn, OwnForward):  # dynamo is at work when it is called
+        if isinstance(getattr(self._fn, "func", self._fn), OwnForward):  # dynamo is at work when it is called
             note = torch.compiler.disable(note)
         with torch.autograd.graph.saved_tensors_hooks(note, lambda nothing: nothing):
             self.forward(NO_RECOMPUTE)

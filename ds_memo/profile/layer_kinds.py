@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from ds_memo.remat.checkpoint import Layer
+from ds_memo.remat.layer import Layer
 
 _NUMBERS = ("layer_idx", "layer_id", "layer_index", "layer_number")
 """Attributes that only number the layers of a model."""

@@ -11,126 +11,84 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
-from ds_memo.solve.run_costs import LayerCosts, Output, Working
+from ds_memo.solve.run_costs import LayerCosts, Output, PeakBytes
 
 
-@dataclass(frozen=True)
-class LayerSample:
-    """One kind of layer, measured at one length. Seconds and bytes are those of one rank; names are those of LayerCosts."""
+@dataclass(frozen=True, kw_only=True)
+class LayerSample(LayerCosts):
+    """The costs of one kind of layer at the length at which they were measured. Seconds and bytes are those of one rank."""
 
     batch: int
     length: int
     """Tokens of each sequence on this rank."""
-    forward_s: float
-    attention_s: float
-    """Part of the forward in attention kernels."""
-    backward_s: float
-    """Without checkpointing."""
-    attention_backward_s: float
-    """Part of the backward in attention kernels."""
-    replay_s: float
-    """Seconds that the replay of a resident layer adds to the backward."""
-    gemm_s: float
-    """Part of the forward in the GEMMs whose rows alpha splits."""
     all_gemms_s: float
     """Part of the forward in all GEMMs."""
     gemm_flops: int
     """FLOPs of all GEMMs in the forward."""
     attention_flops: int
     """FLOPs of attention in the forward, counted as causal."""
-    no_recompute_bytes: int
-    """Bytes that autograd saves without ds_memo."""
-    working: Working
-    working_at_0: Working
-    working_without_attention: Working
-    outputs: tuple[Output, ...]
-    """Kept outputs at this length."""
 
     @property
     def tokens(self) -> int:
         return self.batch * self.length
 
 
-WORKING = ("working", "working_at_0", "working_without_attention")
-"""Fields of a sample, and of LayerCosts, with peak device bytes."""
+PEAKS = ("working", "working_at_0", "working_without_attention")
+"""Fields of LayerCosts with peak device bytes."""
 
 
-class Extrapolated:
-    """One kind of layer, called with `batch` sequences of `length` tokens.
+def extrapolate(samples: Sequence[LayerSample], batch: int, length: int, spread: float) -> LayerCosts:
+    """Return the costs of a call with `batch` sequences of `length` tokens.
 
     Args:
-        samples: through which lines are drawn.
-        longest: the two that give the peak bytes.
+        samples: lines go through the first two; the last two give the peak bytes.
         spread: ranks that share a sequence, relative to the profile. Under Ulysses a rank has all tokens of some heads in
             attention and some tokens of all heads elsewhere, so attention's c·t·s counts the whole sequence.
     """
+    tokens = batch * length
 
-    def __init__(
-        self, samples: Sequence[LayerSample], longest: Sequence[LayerSample], batch: int, length: int, spread: float
-    ) -> None:
-        self._samples = samples
-        self._longest = longest
-        self._tokens = batch * length
-        self._sequence = spread * length
+    def line(of: Callable[[LayerSample], float], through: Sequence[LayerSample] = samples[:2]) -> float:
+        return _line([(sample.tokens, of(sample)) for sample in through], tokens)
 
-    def costs(self) -> LayerCosts:
-        latest = self._samples[-1].outputs
-        return LayerCosts(
-            outputs=tuple(self._output(index, output) for index, output in enumerate(latest)),
-            forward_s=self._forward_s,
-            backward_s=self._line(lambda sample: sample.backward_s - sample.attention_backward_s) + self.attention_backward_s,
-            replay_s=self._line(lambda sample: sample.replay_s),
-            gemm_s=self._line(lambda sample: sample.gemm_s),
-            attention_s=self._attention_s,
-            no_recompute_bytes=round(self._line(lambda sample: sample.no_recompute_bytes)),
-            working=self._working("working"),
-            working_at_0=self._working("working_at_0"),
-            working_without_attention=self._working("working_without_attention"),
-        )
+    def attention(of: Callable[[LayerSample], float]) -> float:
+        return _attention([(sample.tokens, sample.length, of(sample)) for sample in samples[:2]], tokens, spread * length)
 
-    @cached_property
-    def _attention_s(self) -> float:
-        return self._attention(lambda sample: sample.attention_s)
+    def peaks(name: str) -> PeakBytes:
+        passes = (lambda sample: getattr(sample, name).forward), (lambda sample: getattr(sample, name).backward)
+        return PeakBytes(*(math.ceil(line(of, samples[-2:])) for of in passes))
 
-    @cached_property
-    def attention_backward_s(self) -> float:
-        return self._attention(lambda sample: sample.attention_backward_s)
+    latest = samples[:2][-1].outputs
+    attention_s, attention_backward_s = attention(lambda it: it.attention_s), attention(lambda it: it.attention_backward_s)
+    forward_s = line(lambda it: it.forward_s - it.attention_s) + attention_s
+    of_attention = [output.born for output in latest if output.role == "attention"]
 
-    @cached_property
-    def _forward_s(self) -> float:
-        return self._line(lambda sample: sample.forward_s - sample.attention_s) + self._attention_s
-
-    def _output(self, index: int, latest: Output) -> Output:
-        born = self._born(index, latest)
-        if latest.role == "gemm":
-            return Output("gemm", round(self._line(lambda sample: sample.outputs[index].rows)), latest.row_bytes, born)
-        # Never split: how its bytes fall into rows does not matter.
-        return Output(latest.role, 1, round(self._line(lambda sample: sample.outputs[index].nbytes)), born)
-
-    def _born(self, index: int, latest: Output) -> float:
-        """Return when the output is made, as a share of the forward. Attention grows faster than the rest, so outputs before it
+    def born(index: int) -> float:
+        """Return when an output is made, as a share of the forward. Attention grows faster than the rest, so outputs before it
         move to the front and outputs after it to the back."""
-        if not self._forward_s:
-            return 1.0
-        of_attention = [output.born for output in self._samples[-1].outputs if output.role == "attention"]
-        behind = sum(born <= latest.born for born in of_attention) / max(1, len(of_attention))
-        rest = self._line(lambda sample: sample.outputs[index].born * sample.forward_s - behind * sample.attention_s)
-        return min(1.0, max(0.0, (rest + behind * self._attention_s) / self._forward_s))
+        behind = sum(born <= latest[index].born for born in of_attention) / max(1, len(of_attention))
+        rest = line(lambda it: it.outputs[index].born * it.forward_s - behind * it.attention_s)
+        return min(1.0, max(0.0, (rest + behind * attention_s) / forward_s)) if forward_s else 1.0
 
-    # ---- one number of the samples, extrapolated
+    def output(index: int, like: Output) -> Output:
+        if like.role == "gemm":
+            return Output("gemm", round(line(lambda it: it.outputs[index].rows)), like.row_bytes, born(index))
+        # Never split: how its bytes fall into rows does not matter.
+        return Output(like.role, 1, round(line(lambda it: it.outputs[index].nbytes)), born(index))
 
-    def _line(self, of: Callable[[LayerSample], float], samples: Sequence[LayerSample] | None = None) -> float:
-        return _line([(sample.tokens, of(sample)) for sample in samples or self._samples], self._tokens)
-
-    def _attention(self, of: Callable[[LayerSample], float]) -> float:
-        points = [(sample.tokens, sample.length, of(sample)) for sample in self._samples]
-        return _attention(points, self._tokens, self._sequence)
-
-    def _working(self, name: str) -> Working:
-        forward = self._line(lambda sample: getattr(sample, name).forward, self._longest)
-        return Working(math.ceil(forward), math.ceil(self._line(lambda sample: getattr(sample, name).backward, self._longest)))
+    return LayerCosts(
+        outputs=tuple(output(index, like) for index, like in enumerate(latest)),
+        forward_s=forward_s,
+        backward_s=line(lambda it: it.backward_s - it.attention_backward_s) + attention_backward_s,
+        replay_s=line(lambda it: it.replay_s),
+        gemm_s=line(lambda it: it.gemm_s),
+        attention_s=attention_s,
+        no_recompute_bytes=round(line(lambda it: it.no_recompute_bytes)),
+        attention_backward_s=attention_backward_s,
+        working=peaks("working"),
+        working_at_0=peaks("working_at_0"),
+        working_without_attention=peaks("working_without_attention"),
+    )
 
 
 def _line(points: Sequence[tuple[float, float]], x: float) -> float:

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from ds_memo.profile.layer_sample import WORKING, LayerSample
+from ds_memo.profile.layer_sample import PEAKS, LayerSample
 from ds_memo.profile.sample import LayerProfile, Profile
 from ds_memo.profile.tile_sample import TileSample
-from ds_memo.solve.run_costs import LayerCosts, Working
+from ds_memo.solve.run_costs import LayerCosts, PeakBytes
 
 
 def most_careful(profiles: Sequence[Profile]) -> Profile:
@@ -30,7 +30,7 @@ def _needing_most(kinds: Sequence[LayerProfile]) -> LayerProfile:
 
     def careful(sample: LayerSample) -> LayerSample:
         there = [_there(kind, sample) for kind in kinds]
-        peaks: dict[str, Any] = {name: _most([getattr(one, name) for one in there]) for name in WORKING}
+        peaks: dict[str, Any] = {name: _most([getattr(one, name) for one in there]) for name in PEAKS}
         return replace(sample, **peaks)
 
     first = kinds[0]
@@ -42,8 +42,8 @@ def _needing_most(kinds: Sequence[LayerProfile]) -> LayerProfile:
     return replace(whole, in_tiles=tuple(map(_needing_most_in_tiles, zip(*(kind.in_tiles for kind in kinds), strict=True))))
 
 
-def _most(everybodys: Sequence[Working]) -> Working:
-    return Working(max(peaks.forward for peaks in everybodys), max(peaks.backward for peaks in everybodys))
+def _most(everybodys: Sequence[PeakBytes]) -> PeakBytes:
+    return PeakBytes(max(peaks.forward for peaks in everybodys), max(peaks.backward for peaks in everybodys))
 
 
 def _needing_most_in_tiles(samples: Sequence[TileSample]) -> TileSample:

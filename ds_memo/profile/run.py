@@ -28,16 +28,17 @@ from ds_memo.profile.bandwidth import SPAN, CopyBench
 from ds_memo.profile.layer import measure
 from ds_memo.profile.layer_call import LayerCall
 from ds_memo.profile.layer_kinds import layer_in_words, settings_digest
-from ds_memo.profile.layer_sample import WORKING, LayerSample
+from ds_memo.profile.layer_sample import PEAKS, LayerSample
 from ds_memo.profile.live import older_objects_aside
 from ds_memo.profile.merge_ranks import most_careful
 from ds_memo.profile.sample import LayerProfile, Profile
 from ds_memo.profile.tile_sample import TileSample
 from ds_memo.profile.tiles import measure_in_tiles
-from ds_memo.remat.checkpoint import CannotTile, Layer
 from ds_memo.remat.gathered_params import gathered, gathered_bytes
+from ds_memo.remat.layer import Layer
+from ds_memo.remat.layer_call import CannotTile
 from ds_memo.solve.headroom import HEADROOM
-from ds_memo.solve.run_costs import Working
+from ds_memo.solve.run_costs import PeakBytes
 from ds_memo.swap.stream_protocol import D2H, H2D
 from ds_memo.units import GIB
 
@@ -213,8 +214,8 @@ def _measure_kind(asked: Asked, kind: int) -> LayerProfile:
         samples: list[LayerSample] = []
         for length in lengths:
             sample = asked.do(partial(measure, call, length, asked.device, asked.attention))
-            peaks = {name: getattr(sample, name) for name in WORKING}
-            peaks = {name: Working(peak.forward + nbytes, peak.backward + nbytes) for name, peak in peaks.items()}
+            peaks = {name: getattr(sample, name) for name in PEAKS}
+            peaks = {name: PeakBytes(peak.forward + nbytes, peak.backward + nbytes) for name, peak in peaks.items()}
             samples.append(replace(sample, **peaks))
             asked.progress(
                 f"{name} (kind {number} of {len(asked.calls)}): {sample.batch} × {length:,} tokens, "

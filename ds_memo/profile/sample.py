@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ds_memo.placement import Tiles
-from ds_memo.profile.layer_sample import Extrapolated, LayerSample
+from ds_memo.profile.layer_sample import LayerSample, extrapolate
 from ds_memo.profile.tile_sample import TileSample, in_tiles
 from ds_memo.solve.run_costs import LayerCosts, RunCosts
 
@@ -34,15 +34,15 @@ class LayerProfile:
         return self.samples[2] if len(self.samples) > 2 else None
 
     def costs(self, batch: int, length: int, spread: float = 1.0, tiles: Tiles | None = None) -> LayerCosts:
-        """Extrapolate the layer to any length; see :class:`Extrapolated`.
+        """Extrapolate the layer to any length; see :func:`extrapolate`.
 
         Args:
             tiles: None: it runs whole.
         """
-        found = Extrapolated(self.samples[:2], self.samples[-2:], batch, length, spread)
+        whole = extrapolate(self.samples, batch, length, spread)
         if tiles is None or not self.in_tiles or length <= tiles.tokens:
-            return found.costs()
-        return in_tiles(found.costs(), found.attention_backward_s, self.in_tiles, batch, length, tiles)
+            return whole
+        return in_tiles(whole, self.in_tiles, batch, length, tiles)
 
     def off(self) -> float:
         """Return the relative error of the lines' seconds at the check; inf if a size is off by more than 1 %."""

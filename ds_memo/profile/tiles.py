@@ -18,7 +18,7 @@ from ds_memo.profile.layer_call import LayerCall
 from ds_memo.profile.live import AllocatedBytes, LiveBytes, bytes_made
 from ds_memo.profile.stopwatch import now, repeats, seconds_between
 from ds_memo.profile.tile_sample import PARTS, TileSample
-from ds_memo.remat.checkpoint import CannotTile
+from ds_memo.remat.layer_call import CannotTile
 from ds_memo.tiles.tiling import Tiling
 
 _TILES = 4

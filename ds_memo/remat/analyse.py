@@ -98,8 +98,8 @@ class Analyse(NotingMode):
     def _note(self, tensor: torch.Tensor) -> None:
         self.observed.packs += 1
         self.observed.wanted |= self._made_of(tensor)
-        if self.call.samples is not None:
-            self.call.samples.take(tensor)
+        if self.call.check is not None:
+            self.call.check.sample(tensor)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if has_inner_tensors(types):
@@ -166,8 +166,8 @@ class Analyse(NotingMode):
             self.call.rng_after[len(self.observed.ops)] = state
         self.observed.notes.attention_ops += under_a_checkpoint()
         self.observed.packs += len(call.saved)
-        if self.call.samples is not None:
-            self.call.samples.skip(len(call.saved))
+        if self.call.check is not None:
+            self.call.check.skip(len(call.saved))
         self.observed.wanted |= self._made_of_all(ran.saved_arguments)
         outputs = tuple(detached(value) for value in ran.made)
         # If it is recomputed (the last resort), it may read more than its arguments: what it closes over.

@@ -14,7 +14,7 @@ from ds_memo.remat.layer_state import Before
 from ds_memo.remat.op_policy import OpKind
 from ds_memo.remat.random_states import generator_of
 from ds_memo.remat.recipe import Observed, ObservedSavedOp, Recipe, SavedOp
-from ds_memo.remat.same_again import Samples
+from ds_memo.remat.replay_check import ReplayCheck
 from ds_memo.remat.tensors import cloned, detached, storage_of
 from ds_memo.swap.engine import SwapEngine
 from ds_memo.swap.frame import Frame, Kept
@@ -64,7 +64,7 @@ class Call:
         """Indices of saved ops whose loose outputs the layer, and each replay, changes in place."""
         self.before: Before | None = None
         """The layer's state before the call; None: it is a function, or a tile, whose call has it."""
-        self.samples: Samples | None = None
+        self.check: ReplayCheck | None = None
         """Values that its replay is compared by, if the call is analysed."""
         self.weights: dict[int, int | None] = {}
         """By index of a GEMM: the number of the layer's parameter that is its right operand; None: it is another tensor."""

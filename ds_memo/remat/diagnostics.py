@@ -55,7 +55,8 @@ def diagnose(module: nn.Module | None, recipe: Recipe) -> Iterator[str]:
         yield (
             "no attention kernel was seen in it, though it calls scaled_dot_product_attention, so its attention runs a second "
             "time in each backward. PyTorch has none where a mask needs a gradient (T5), and on a CPU where attention has "
-            "dropout or values are not as wide as keys (multi-head latent attention)"
+            "dropout or values are not as wide as keys (multi-head latent attention). A GPU has kernels for the last two; "
+            "leave such a mask out"
         )
     elif not recipe.attention_ops and notes.softmax:
         yield (
@@ -66,7 +67,7 @@ def diagnose(module: nn.Module | None, recipe: Recipe) -> Iterator[str]:
     elif not recipe.attention_ops and notes.hidden_kernels:
         yield (
             "no attention kernel was seen in it, but the work of a kernel that PyTorch does not show. If that is attention, it "
-            "runs a second time in each backward, unless the function goes through ds_memo.keep_whole"
+            "runs a second time in each backward: wrap its function in ds_memo.keep_whole"
         )
 
 

@@ -87,8 +87,6 @@ def lift_keywords(fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -
 
     A tensor that is passed twice is lifted once, and the replay gets one tensor: layers test identity (``key is query``).
     """
-    if isinstance(fn, functools.partial):
-        args, kwargs, fn = (*fn.args, *args), {**fn.keywords, **kwargs}, fn.func
     given = {id(value) for value in args if isinstance(value, torch.Tensor)}
     lifted = [
         name for name, value in kwargs.items() if isinstance(value, torch.Tensor) and (value.requires_grad or id(value) in given)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -44,14 +44,14 @@ def inside_a_layer() -> bool:
     return _thread.in_tiles or any(isinstance(mode, Mode) for mode in _get_current_dispatch_mode_stack())
 
 
-def under_a_checkpoint(up_to: str = "ds_memo.remat.checkpoint") -> bool:
+def under_a_checkpoint(up_to: Collection[str] = ("ds_memo.remat.checkpoint", "ds_memo.remat.recorded")) -> bool:
     """Return True if the current op runs under a torch.utils.checkpoint inside the layer. It is recomputed, outside our modes.
 
     Args:
-        up_to: the module that runs layers, where the search ends; empty: search all callers.
+        up_to: the modules that run layers, where the search ends; none: search all callers.
     """
     frame = sys._getframe(1)
-    while frame is not None and (name := frame.f_globals.get("__name__")) != up_to:
+    while frame is not None and (name := frame.f_globals.get("__name__")) not in up_to:
         if name == "torch.utils.checkpoint":
             return True
         frame = frame.f_back

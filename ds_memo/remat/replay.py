@@ -144,5 +144,5 @@ class Replay(Mode):
     def _not_repeated(self, what: str) -> MemoError:
         return MemoError(
             f"layer {self.call.frame.name} did not repeat its forward: {what}. "
-            "Layers under ds_memo must do the same work twice, as under torch.utils.checkpoint."
+            "Make it do the same work twice, as under torch.utils.checkpoint."
         )

@@ -27,8 +27,8 @@ from ds_memo.runtime.session import EngineTies, Session, module_of
 _attached: weakref.WeakKeyDictionary[nn.Module, Session] = weakref.WeakKeyDictionary()
 
 OUTSIDE = (
-    "ds_memo.checkpoint was called outside any attached model, so torch.utils.checkpoint does it. For memo: "
-    'ds_memo.attach(model, config, layers=()), or "memo": {"enabled": true, "layers": []} in the DeepSpeed JSON'
+    "ds_memo.checkpoint was called outside any attached model, so torch.utils.checkpoint does it. Use "
+    'ds_memo.attach(model, config, layers=()), or "memo": {"enabled": true, "layers": []} in the DeepSpeed JSON, for memo'
 )
 
 NO_THREAD = "can't start new thread"
@@ -145,7 +145,9 @@ def take_from_engine(model: nn.Module) -> None:
     if session is not None and session.ties.of_engine:
         session.detach()
         warnings.warn(
-            f"another engine had this {type(model).__name__}: it runs without memo from now on", MemoWarning, stacklevel=4
+            f"another engine had this {type(model).__name__}: it runs without memo from now on. Make one engine of a model",
+            MemoWarning,
+            stacklevel=4,
         )
 
 

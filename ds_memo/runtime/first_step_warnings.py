@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from ds_memo.autotune.pass_solution import PassSolution
 from ds_memo.placement import PlacementKind
-from ds_memo.remat.checkpoint import Layer
+from ds_memo.remat.layer import Layer
 from ds_memo.runtime.parts import Parts
 
 _OFF = 0.25
@@ -34,7 +34,7 @@ def after_first_step(parts: Parts, passes: int) -> Iterator[str]:
     if not traffic.frames:
         yield (
             f"memo has no effect: the first step is over and none of its {layers} layers came through ds_memo. "
-            "Was the model called, or only parts of it?"
+            "Call the model, or attach the part of it that is called"
         )
     elif not traffic.bytes_to_host and parts.config.ablation != "full_recompute":
         residents = len(policy.calls(PlacementKind.ON_DEVICE))

@@ -23,7 +23,8 @@ from ds_memo.memory.host import budget_bytes, ranks_on_node
 from ds_memo.nvme.home import FileHome
 from ds_memo.nvme.open_files import open_files
 from ds_memo.planned_alloc.runtime import Addresses
-from ds_memo.remat.checkpoint import Layer, Remat
+from ds_memo.remat.checkpoint import Remat
+from ds_memo.remat.layer import Layer
 from ds_memo.runtime.module_patches import ModulePatches, nothing
 from ds_memo.swap.engine import SwapEngine
 from ds_memo.swap.host_budget import promised_bytes, shared_pool

@@ -182,7 +182,7 @@ class Passes:
         else:
             parts.warn(
                 f"{type(module).__name__} ran a training forward and none of its {layers} layers came through ds_memo: "
-                "it has no effect"
+                "it has no effect. Name the layers that are called in memo.layers"
             )
 
     def ran_out(self) -> None:

@@ -16,8 +16,8 @@ from ds_memo.errors import MemoError
 from ds_memo.hf.attention import catch_attention, keep_unobserved_attention, use_one_op
 from ds_memo.logits.head import LazyHead
 from ds_memo.memory.device import device_usage
-from ds_memo.remat.checkpoint import Layer
 from ds_memo.remat.diagnostics import within_compiled
+from ds_memo.remat.layer import Layer
 from ds_memo.remat.modes import inside_a_layer
 from ds_memo.runtime import active_forward, conflicts
 from ds_memo.runtime.lazy_heads import LazyHeads
@@ -121,7 +121,7 @@ class Session(Parts):
     def detach(self) -> None:
         """Give the model back as it was. Graphs made before can no longer be run backward."""
         if self._detached:
-            raise MemoError("this handle is already detached")
+            raise MemoError("this handle is already detached; leave the second detach() out")
         if inside_a_layer():
             raise MemoError("detach() was called while a layer runs; call it between two steps")
         self._detached = True

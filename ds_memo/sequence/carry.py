@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ds_memo.remat.checkpoint import CannotTile
+from ds_memo.remat.layer_call import CannotTile
 from ds_memo.sequence import exchange
 from ds_memo.sequence.mixers import CONVOLUTIONS, FUSED, SCANS, Call, Scan, Spread, on_heads, rows_of
 from ds_memo.sequence.parts import Parts

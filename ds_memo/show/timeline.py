@@ -1,16 +1,13 @@
-"""The streams of a simulated step over time: Chrome-trace JSON, or an interactive page."""
+"""The streams of an estimated step over time: Chrome-trace JSON, or an interactive page."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ds_memo.estimate.simulate import READ, WRITE
 from ds_memo.show.plan import MissingPackage
+from ds_memo.solve.timeline import READ, WRITE, Span
 from ds_memo.swap.stream_protocol import COMPUTE, D2H, H2D
-
-if TYPE_CHECKING:
-    from ds_memo.estimate.simulate import Span
 
 STREAMS = (COMPUTE, D2H, H2D, WRITE, READ)
 COLOURS = {

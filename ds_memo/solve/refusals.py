@@ -12,7 +12,7 @@ from ds_memo.solve.run_costs import RunCosts
 from ds_memo.units import GIB
 
 _SHORTER = "a smaller batch or shorter sequences"
-_LESS_NON_LAYER = f"{_SHORTER}, a higher ZeRO stage"
+_LESS_NON_LAYER = f"{_SHORTER}, ZeRO stage 3 where it is lower"
 _MORE_HOST = "more host memory (memo.host_memory_gib, the container's limit, `ulimit -l`)"
 _NVME, _MORE_NVME = "drives behind it (memo.nvme)", "more room on drives (memo.nvme.gib)"
 
@@ -123,8 +123,10 @@ def _refused(where: str, what: str, others: str, need: int, budget: int, device_
     Args:
         elsewhere: bytes of the same kind that the other memory holds.
     """
-    times = math.ceil((need + elsewhere) / (budget + elsewhere)) if budget + elsewhere > 0 else 0
-    ranks = f"{times} times as many sequence-parallel ranks (on as many more nodes)" if times else "more sequence-parallel ranks"
+    ranks = "more sequence-parallel ranks"  # on the device they also share its states, by an amount that is not known here
+    if where == "host" and budget + elsewhere > 0:
+        times = math.ceil((need + elsewhere) / (budget + elsewhere))
+        ranks = f"{times} times as many sequence-parallel ranks (on as many more nodes)"
     missing = f"{(need - budget) / GIB:.3g} GiB are missing"
     return NothingFits(f"{what}: {missing}. What helps: {ranks}, {others}.", where, need, budget, device_needed)
 

@@ -42,7 +42,7 @@ class Output:
 
 
 @dataclass(frozen=True)
-class Working:
+class PeakBytes:
     """Peak bytes of a layer on the device, without the frames of other layers."""
 
     forward: int = 0
@@ -52,7 +52,7 @@ class Working:
     tiles_backward: int = 0
     """The same without attention's backward, if the layer runs in tiles."""
 
-    def with_attention(self, nbytes: int) -> Working:
+    def with_attention(self, nbytes: int) -> PeakBytes:
         """Return these bytes with attention's output next to them in the backward."""
         return replace(self, backward=self.backward + nbytes, tiles_backward=self.tiles_backward + nbytes)
 
@@ -66,16 +66,16 @@ class TileCosts:
 
     count: int
     """Number of tiles."""
-    tails_backward_s: float
+    post_backward_s: float
     """Seconds of what follows attention in the backward, at alpha 0. All that is stored is reloaded meanwhile."""
-    heads_backward_s: float
+    pre_backward_s: float
     """Seconds of what comes before attention. The input is reloaded meanwhile, once more."""
-    heads_again_s: float = 0.0
+    pre_again_s: float = 0.0
     """Seconds of what comes before attention, run once more as the backward begins: if attention is recomputed, or here:"""
     result_differs: bool = False
     """True if attention's result is not its kernel's output (Ulysses): that is kept, in one frame, and the backward makes the
     result of it again, which is in its seconds."""
-    working_whole: Working = Working()
+    working_whole: PeakBytes = PeakBytes()
     """Peak bytes of the layer without recompute, which runs whole."""
 
     def stored(self, alpha: float) -> int:
@@ -100,11 +100,13 @@ class LayerCosts:
     """Seconds that the replay takes longer when the attention output is not supplied either."""
     no_recompute_bytes: int
     """Bytes that autograd saves for the layer without recompute."""
-    working: Working = Working()
+    attention_backward_s: float = 0.0
+    """Part of the backward in attention kernels."""
+    working: PeakBytes = PeakBytes()
     """With GEMM outputs kept: resident, or at any alpha above 0."""
-    working_at_0: Working = Working()
+    working_at_0: PeakBytes = PeakBytes()
     """At alpha 0: GEMM outputs are transients of the replay."""
-    working_without_attention: Working = Working()
+    working_without_attention: PeakBytes = PeakBytes()
     """At alpha 0, without the attention output."""
     in_tiles: TileCosts | None = None
     """None: it runs whole."""

@@ -161,7 +161,7 @@ def _swapping(run: RunCosts, resident_layers: int | None, no_recompute: int = 0)
     alpha = best_alpha(lambda alpha: schedule.at(alpha).seconds, cap)
     use = host_use(run, swapped_bytes(run, kinds, alpha), alpha)
     if alpha >= 1:
-        sentence = f"all rows fit the host and their copies hide: {use}"
+        sentence = f"nothing: all rows fit the host and their copies hide; {use}"
     elif alpha >= cap:
         sentence = use
     else:

@@ -11,11 +11,11 @@ the memory that frame i+2 has just freed, and a tensor that escaped (a hook, a c
 
 Host blocks are the home's (ds_memo.swap.home): they stay in host memory, or go on to files. The engine tells it of each step.
 
-Nothing here computes or imports torch. The same schedule stands in three more places:
+Nothing here computes or imports torch. The same schedule stands in two more places:
 
-    ds_memo.nvme.home          when host blocks are written to files and read back
-    ds_memo.estimate.simulate  runs this engine and that home on streams and files that only keep time
-    ds_memo.solve.schedule     its seconds as recurrences, for the solver; tests/solve compares them with the simulation
+    ds_memo.nvme.home        when host blocks are written to files and read back
+    ds_memo.solve.schedule   its seconds as recurrences, for solver and estimator; tests/solve compares them with this engine on
+                             streams and files that only keep time
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class SwapEngine:
             MemoError: the engine is closed.
         """
         if self._closed:
-            raise MemoError(f"layer {name} was run after ds_memo was detached")
+            raise MemoError(f"layer {name} was run after ds_memo was detached; run the forward again")
         self.drain()
         self._forget_dead()  # from earlier steps, or from dropped graphs
         self.let_go_but(1)
@@ -213,7 +213,9 @@ class SwapEngine:
                 has no memory for the buffer.
         """
         if self._closed:
-            raise MemoError(f"frame {frame.name} is wanted by a backward after ds_memo was detached")
+            raise MemoError(
+                f"frame {frame.name} is wanted by a backward after ds_memo was detached; detach after the last backward"
+            )
         if frame.state == "recording":
             raise MemoError(
                 f"layer {frame.name} runs a backward of its own (autograd.grad) inside its forward, before it can be replayed. "

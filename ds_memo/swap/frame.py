@@ -102,7 +102,10 @@ class Layout:
         """Keep `rows` leading rows (None: all) of a tensor shaped like `tensor`. Raise MemoError if it is not dense."""
         order = dense_order(tensor)
         if order is None:
-            raise MemoError(f"only dense tensors can be kept, got shape {tuple(tensor.shape)}, stride {tensor.stride()}")
+            raise MemoError(
+                f"only dense tensors can be kept, got shape {tuple(tensor.shape)}, stride {tensor.stride()}; "
+                "leave its layer out of memo.layers"
+            )
         all_rows = tensor.shape[order[0]]
         row_bytes = tensor.numel() // all_rows * tensor.dtype.itemsize
         rows = all_rows if rows is None else rows

@@ -27,7 +27,7 @@ def streams_for(device: torch.device) -> Streams:
     if device.type in ("cpu", "meta"):
         return ThreadStreams()
     rocm = f" of ROCm {torch.version.hip}, where nothing was tried" if device.type == "cuda" else ""
-    raise MemoError(f"ds_memo swaps on cuda and cpu devices; the layers are on {device}{rocm}")
+    raise MemoError(f"expected layers on a cuda or cpu device, between which ds_memo swaps; got {device}{rocm}")
 
 
 def use_device_of(streams: Streams) -> None:
@@ -48,7 +48,7 @@ class _ThreadEvent:
         self.done = threading.Event()
 
 
-_CLOSED = "after the swap engine was closed, or in a process forked from the one that made it"
+_CLOSED = "after the swap engine was closed, or in a process forked from the one that made it; attach the model there"
 _DONE = _ThreadEvent(COMPUTE)
 _DONE.done.set()
 
@@ -107,7 +107,7 @@ class ThreadStreams:
             self._stall[event.stream] += time.perf_counter() - begin
         if self._failures:
             stream, failure = self._failures[0]
-            raise MemoError(f"a copy on the {stream} stream failed: {failure!r}") from failure
+            raise MemoError(f"a copy on the {stream} stream failed; look at the error behind this one: {failure!r}") from failure
 
     def done(self, event: _ThreadEvent) -> bool:
         return event.done.is_set()

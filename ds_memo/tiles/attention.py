@@ -23,8 +23,9 @@ from ds_memo.placement import GEMMS_RECOMPUTED, Placement
 from ds_memo.remat.analyse import Analyse
 from ds_memo.remat.autocast import without_autocast
 from ds_memo.remat.call import Call
-from ds_memo.remat.checkpoint import CannotTile, Remat
 from ds_memo.remat.functions import FunctionCall
+from ds_memo.remat.layer_call import CannotTile
+from ds_memo.remat.layer_host import LayerHost
 from ds_memo.remat.random_states import drawing_from, own_states
 from ds_memo.remat.recipe import Observed, ObservedSavedOp, make_recipe, remember
 from ds_memo.remat.record import Record
@@ -55,7 +56,7 @@ class TiledAttention:
     def __init__(
         self,
         tiled: TiledLayer,
-        remat: Remat,
+        host: LayerHost,
         size: tuple[int, int],
         groups: int,
         keeps_result: bool,
@@ -71,8 +72,8 @@ class TiledAttention:
         """True if the frame keeps the kernel's output even if it is the result."""
         self._recomputed = recomputed
         self._striped = striped
-        self._remat = remat
-        self._engine = remat.engine
+        self._host = host
+        self._engine = host.engine
         self._call: Call | None = None
         self.shared: SharedOutput | None = None
         """The kernel's output if it is the result, and the frame does not keep it."""
@@ -92,7 +93,7 @@ class TiledAttention:
 
     def begin(self, placement: Placement) -> None:
         frame = self._engine.begin(f"{self._tiled.layer.name}, attention", placement)
-        self._call = Call(self._tiled.layer.index, (), self._engine, frame, None, self._remat.work)
+        self._call = Call(self._tiled.layer.index, (), self._engine, frame, None, self._host.work)
 
     # ---- forward
 
@@ -210,7 +211,7 @@ class TiledAttention:
         of_forward = gathered.leaves if len(self._ran_for) == 1 else leaves  # the kernel that the forward took runs backward
         elements = max((of_forward[index].numel() for index in self._shapes.differentiable), default=0)
         with running_on(self._tiled.module, self._striped):
-            found = self._remat.with_kernel(self._tiled.layer, lambda *given: call.run([*given]), *leaves, elements=elements)
+            found = self._host.with_kernel(self._tiled.layer, lambda *given: call.run([*given]), *leaves, elements=elements)
         result = self._shapes.result.only_tensor(found)
         refuse_other_gradients([result], tensor_leaves(leaves))
         return result
@@ -262,7 +263,7 @@ class TiledAttention:
                 self._ran_for = self._groups_of_ranks(gathered)
                 result = self._run_and_keep(gathered, *self._known(gathered))
                 assert self._call is not None and self._call.recipe is not None
-                self._remat.work.attention_ops_recomputed += self._call.recipe.attention_ops // len(self._ran_for)
+                self._host.work.attention_ops_recomputed += self._call.recipe.attention_ops // len(self._ran_for)
                 return result
             self._engine.bring_back(call.frame, then=then)
             return self._result_by_group(gathered, self._supplying)
@@ -365,7 +366,7 @@ class TiledAttention:
             return self._undivided(str(error))
 
     def _undivided(self, why: str) -> list[HeadGroup]:
-        self._remat.warn(
+        self._host.warn(
             f"memo.head_groups: {self._groups} groups are not used in {type(self._tiled.module).__name__}'s attention: {why}"
         )
         return [ALL_HEADS]

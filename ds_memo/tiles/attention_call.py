@@ -19,7 +19,7 @@ from torch._C import _len_torch_function_stack, _pop_torch_function_stack, _push
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from ds_memo.remat.checkpoint import CannotTile
+from ds_memo.remat.layer_call import CannotTile
 from ds_memo.remat.modes import saves_for_a_checkpoint
 from ds_memo.remat.shared_changes import Undo, for_good, need
 from ds_memo.remat.undo import Undoing

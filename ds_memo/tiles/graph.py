@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch.autograd.graph import Node
 
-from ds_memo.remat.checkpoint import CannotTile
+from ds_memo.remat.layer_call import CannotTile
 from ds_memo.tiles.attention_call import UNDER_A_CHECKPOINT
 
 

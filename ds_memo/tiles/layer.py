@@ -28,11 +28,12 @@ from typing import Any
 import torch
 
 from ds_memo.errors import MemoError
-from ds_memo.placement import FULL_RECOMPUTE, GEMMS_RECOMPUTED, Placement
+from ds_memo.placement import FULL_RECOMPUTE, Placement
 from ds_memo.remat.autocast import autocast_as, autocast_now
 from ds_memo.remat.call import Call
-from ds_memo.remat.checkpoint import CannotTile, Remat
 from ds_memo.remat.inputs import DeviceInput
+from ds_memo.remat.layer_call import CannotTile
+from ds_memo.remat.layer_host import LayerHost, Way
 from ds_memo.remat.layer_state import Before
 from ds_memo.remat.modes import running_tiles
 from ds_memo.remat.recipe import remember
@@ -52,7 +53,7 @@ from ds_memo.tiles.gradient_owner import is_owned
 from ds_memo.tiles.graph import refuse_other_gradients
 from ds_memo.tiles.modes import LeftRecipe, RecordPost, RecordPre, ReplayPost
 from ds_memo.tiles.probe_result import by_arrival
-from ds_memo.tiles.recipes import SizeRecipes, TiledLayer
+from ds_memo.tiles.recipes import SizeRecipes, TiledLayer, TileRecipe
 from ds_memo.tiles.slices import Arguments, fill, new_whole, part
 from ds_memo.tiles.tile_runs import Tile, TileRuns
 from ds_memo.tiles.weight_gradients import GradientSums
@@ -66,7 +67,7 @@ class TiledCall:
 
     Args:
         forward: the layer's own.
-        args, kwargs: of the call.
+        arguments: of the call, which gives up the hidden states.
         spans: its tiles.
         placement: has tiles; its alpha is the share of them that are stored.
         before: the layer's state before the call.
@@ -76,20 +77,19 @@ class TiledCall:
         self,
         tiled: TiledLayer,
         forward: Callable[..., Any],
-        args: tuple,
-        kwargs: dict[str, Any],
+        arguments: Arguments,
         spans: Sequence[Span],
         placement: Placement,
-        remat: Remat,
+        host: LayerHost,
         before: Before,
     ) -> None:
         self._before = before
         self._tiled = tiled
         self._shapes = tiled.shapes
         self._spans = spans
-        self._remat = remat
-        self._engine = remat.engine
-        self._arguments = arguments = Arguments(args, kwargs)
+        self._host = host
+        self._engine = host.engine
+        self._arguments = arguments
         self._hidden = arguments.take_hidden()
         parts = parts_of(tiled.module) if tiled.shapes.mixes else None
         self._striped: Striped | None = None
@@ -114,14 +114,16 @@ class TiledCall:
         self._seed = int(torch.randint(1 << 62, ())) if tiled.shapes.draws and torch.is_grad_enabled() else None
         self._runs = TileRuns(forward, arguments, tiled.shapes, self._engine.device, self._trains, self._striped)
         self._tiles: list[Tile] = []
+        self._recipes: dict[Any, SizeRecipes] = {}
+        """By the tiles' kinds."""
+        self._stored: set[int] = set()
+        """Numbers of the tiles that are stored."""
+        self._keeps_result = tiled.shapes.attention is not None and not (self._recomputes or tiled.result_differs)
+        """True if the tiles' frames keep attention's result; else the backward makes it before it comes to the tiles."""
         self._attention: Any = None
         if tiled.shapes.attention is not None:
-            self._keeps_result = not (self._recomputes or tiled.result_differs)
-            size = arguments.batch, arguments.length
             how = placement.tiles.head_groups, self._keeps_result, self._recomputes, self._striped
-            self._attention = TiledAttention(tiled, remat, size, *how)
-        else:
-            self._keeps_result = False
+            self._attention = TiledAttention(tiled, host, arguments.size, *how)
         self._result: torch.Tensor | None = None
         """Attention's result where it stays on the device: the tiles' frames hold parts of it."""
         self._result_dtype: torch.dtype | None = None
@@ -147,11 +149,12 @@ class TiledCall:
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the layer's output (b, s, h)."""
-        recipes = self._recipes(hidden)
-        self._place(hidden, recipes)
+        self._recipes = self._find_recipes(hidden)
+        self._place(hidden)
+        self._stored = stored_tiles(len(self._spans), self._placement.decided_alpha)
         try:
             with running_tiles(), self._grads(), dropping(), aliased(self._tiled.module, self._parameters) as self._aliases:
-                output = self._run_tiles(hidden, recipes)
+                output = self._run_tiles(hidden)
             self._aliases = ()
             if self._trains or torch.is_grad_enabled():
                 self._describe(hidden)
@@ -169,7 +172,7 @@ class TiledCall:
         """
         return torch.set_grad_enabled(self._trains or torch.is_grad_enabled())
 
-    def _recipes(self, hidden: torch.Tensor) -> dict[Any, SizeRecipes]:
+    def _find_recipes(self, hidden: torch.Tensor) -> dict[Any, SizeRecipes]:
         """Return the recipes by the tiles' kinds, after analysing kinds that are new."""
         module, found = self._tiled.module, {}
         trained = tuple(parameter.requires_grad for parameter in module.parameters())
@@ -181,9 +184,9 @@ class TiledCall:
             key = kind, hidden.dtype, trained, how
             recipes = self._tiled.recipes.get(key)
             if recipes is None:
-                with self._remat.aside(), self._grads():
-                    self._remat.work.analysed += 1
-                    call = Call(self._tiled.layer.index, (), self._engine, None, None, self._remat.work)
+                with self._host.isolated(), self._grads():
+                    self._host.work.analysed += 1
+                    call = Call(self._tiled.layer.index, (), self._engine, None, None, self._host.work)
                     recipes = self._runs.analyse(module, call, hidden, self._spans[0], span)
                 remember(self._tiled.recipes, key, recipes)
             found[kind] = recipes
@@ -193,26 +196,31 @@ class TiledCall:
         """Return a key for what a tile's recipes depend on. The first tile of a sequence has no carry."""
         return (span.size, span.tokens.start == 0) if self._shapes.mixes else span.size
 
-    def _place(self, hidden: torch.Tensor, recipes: dict[Any, SizeRecipes]) -> None:
-        """Settle the share of tiles that are stored, and stay on the device if the host has no room."""
-        by_kind = {
-            kind: tuple(found[self._keeps_result, stored].whole.layout.host_bytes for stored in (False, True))
-            for kind, found in recipes.items()
-        }
-        of_tiles, beside = [by_kind[self._kind(span)] for span in self._spans], self._bytes_of_attention(hidden)
-        if not self._placement.kind.on_device:
-            key = hidden.shape, self._placement
-            if key not in self._tiled.alphas:
-                whole = sum(recomputed for recomputed, _ in of_tiles) + beside
-                split = sum(stored - recomputed for recomputed, stored in of_tiles)
-                settled = self._remat.policy.settle(self._tiled.layer, self._placement, whole, split)
-                remember(self._tiled.alphas, key, settled.alpha)
-            self._placement = replace(self._placement, alpha=self._tiled.alphas[key])
-        stored = stored_tiles(len(of_tiles), self._placement.decided_alpha)
-        needs = [nbytes[number in stored] for number, nbytes in enumerate(of_tiles)] + [beside]
-        if not (self._placement.kind.on_device or self._remat.policy.has_room(sum(round_up(nbytes, PAGE) for nbytes in needs))):
-            on_device = FULL_RECOMPUTE if self._recomputes else GEMMS_RECOMPUTED
-            self._placement = replace(on_device, tiles=self._placement.tiles)
+    def _recipe(self, span: Span, stored: bool) -> TileRecipe:
+        return self._recipes[self._kind(span)][self._keeps_result, stored]
+
+    def _place(self, hidden: torch.Tensor) -> None:
+        """Decide the share of tiles that are stored, and stay on the device if the host has no room."""
+        asked, key, sizes = self._placement, (hidden.shape, self._placement), None
+        if asked.kind.on_device:
+            return
+        of_attention = self._bytes_of_attention(hidden)
+        recomputed, stored = (
+            [self._recipe(span, is_stored).whole.layout.host_bytes for span in self._spans] for is_stored in (False, True)
+        )
+
+        def host_bytes(placement: Placement) -> int:
+            all_stored = stored_tiles(len(stored), placement.decided_alpha)
+            needs = [stored[number] if number in all_stored else nbytes for number, nbytes in enumerate(recomputed)]
+            return sum(round_up(nbytes, PAGE) for nbytes in (*needs, of_attention))
+
+        if key in self._tiled.alphas:
+            asked = replace(asked, alpha=self._tiled.alphas[key])
+        else:
+            sizes = sum(recomputed) + of_attention, sum(stored) - sum(recomputed)
+        self._placement = self._host.admit(self._tiled.layer, asked, Way.TILED, host_bytes, sizes)
+        if self._placement.kind is asked.kind:
+            remember(self._tiled.alphas, key, self._placement.alpha)
 
     def _bytes_of_attention(self, hidden: torch.Tensor) -> int:
         """Return about how many bytes attention's frame keeps: a log-sum-exp in float32 for each head, and maybe the output."""
@@ -240,22 +248,21 @@ class TiledCall:
             frames.append(self._attention.frame)
         return [frame for frame in frames if frame is not None]
 
-    def _run_tiles(self, hidden: torch.Tensor, recipes: dict[Any, SizeRecipes]) -> torch.Tensor:
+    def _run_tiles(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the layer's output."""
         attention, result = self._attention, None
         if attention is not None and not self._recomputes:  # first: the backward of the layer above goes on with the last tile's
             attention.begin(self._placement)
-        all_stored = stored_tiles(len(self._spans), self._placement.decided_alpha)
-        self._remat.part_begins("heads")
+        self._host.part_begins("pre")
         if attention is not None:
-            gathered = self._pre(hidden, recipes, all_stored)
-        self._remat.part_begins("attention")
+            gathered = self._pre(hidden)
+        self._host.part_begins("mixer")
         if attention is not None:
             with torch.set_grad_enabled(self._trains):
                 result = attention.run(gathered)
             del gathered
-        self._remat.part_begins("tails")
-        output = self._post(hidden, recipes, all_stored, result)
+        self._host.part_begins("post")
+        output = self._post(hidden, result)
         if attention is not None:
             self._result_dtype = result.dtype
             if not self._recomputes:
@@ -264,35 +271,36 @@ class TiledCall:
                 self._result = result
         return output
 
-    def _open(self, number: int, recipes: dict[Any, SizeRecipes], stored: bool, x: torch.Tensor, carry: Sequence[Any]) -> Tile:
+    def _open(self, number: int, x: torch.Tensor, carry: Sequence[torch.Tensor]) -> Tile:
         """Begin a tile, and keep its hidden states and its carry if a backward will come.
 
         If its ops depend on where documents begin, a recipe would serve it once: all of it is recomputed.
         """
         span = self._spans[number]
         packed = self._striped is not None and self._striped.is_packed(span)
-        recipe = recipes[self._kind(span)][self._keeps_result, stored and not packed]
+        stored = number in self._stored and not packed
+        recipe = self._recipe(span, stored)
         frame = self._engine.begin(f"{self._tiled.layer.name}, tile {number}", self._placement) if self._trains else None
-        call = Call(self._tiled.layer.index, (), self._engine, frame, recipe.whole, self._remat.work)
+        call = Call(self._tiled.layer.index, (), self._engine, frame, recipe.whole, self._host.work)
         if frame is not None:
             frame.ahead = True
             self._engine.adopt(frame, recipe.whole.layout)
             for kept, tensor in zip(recipe.whole.inputs, [x, *carry], strict=False):
                 self._engine.keep(frame, kept, tensor)
-            self._remat.work.gemm_flops += recipe.whole.gemm_flops
+            self._host.work.gemm_flops += recipe.whole.gemm_flops
         if packed:
             call.recipe = replace(recipe.whole, ops=[])
         seed = None if self._seed is None else self._seed + number
-        tile = Tile(span, call, recipe, stored and not packed, seed, len(carry), followed=not packed)
+        tile = Tile(span, call, recipe, stored, seed, len(carry), followed=not packed)
         self._tiles.append(tile)
         return tile
 
-    def _pre(self, hidden: torch.Tensor, recipes: dict[Any, SizeRecipes], all_stored: set[int]) -> Gathered:
+    def _pre(self, hidden: torch.Tensor) -> Gathered:
         gathered = self._new_gathered()
         left: list[torch.Tensor] = []
         for number, span in enumerate(self._spans):
             x, carry = self._runs.hidden_of(hidden, span), self._runs.leaves(left if span.tokens.start else [])
-            tile = self._open(number, recipes, number in all_stored, x, carry)
+            tile = self._open(number, x, carry)
             records = tile.recipe.records_pre and tile.followed
             mode = RecordPre(tile.call, len(tile.recipe.pre)) if records else None
             reached, inputs, left = self._runs.run(span, x, carry, mode or nullcontext(), seed=tile.seed)
@@ -302,18 +310,16 @@ class TiledCall:
             gathered.add(span, reached)
         return gathered
 
-    def _post(
-        self, hidden: torch.Tensor, recipes: dict[Any, SizeRecipes], all_stored: set[int], result: torch.Tensor | None
-    ) -> torch.Tensor:
+    def _post(self, hidden: torch.Tensor, result: torch.Tensor | None) -> torch.Tensor:
         """Run each tile behind attention; without attention, all of it."""
         output: torch.Tensor | None = None
         left: list[torch.Tensor] = []
         for number, span in enumerate(self._spans):
             x, carry = self._runs.hidden_of(hidden, span), self._runs.leaves(left if span.tokens.start else [])
-            tile = self._open(number, recipes, number in all_stored, x, carry) if result is None else self._tiles[number]
+            tile = self._open(number, x, carry) if result is None else self._tiles[number]
             of_tile, left = self._tile_post(tile, x, carry, result)
             if output is None:
-                output = new_whole(of_tile, self._arguments.batch, self._arguments.length, 1)
+                output = new_whole(of_tile, *self._arguments.size, 1)
             part(output, span, 1).copy_(of_tile)
             del of_tile
             if self._trains:
@@ -379,8 +385,7 @@ class TiledCall:
         """Return the gradients of the hidden states, of other inputs and of the parameters."""
         for given in self._device_inputs:
             given.check()
-        for observer in self._remat.observers:
-            observer.layer_replays(self._tiled.layer.index)
+        self._host.replay_begins(self._tiled.layer)
         with stacks_restored(), Undoing(self._close_frames), Undoing(torch.clear_autocast_cache):
             try:
                 return self._backward(gradient, may_overwrite)
@@ -409,7 +414,7 @@ class TiledCall:
         """Return the gradient of the hidden states, and add to the other gradients."""
         attention, gathered = self._attention, None
         result = d_result = None
-        self._remat.part_begins("tails_backward")
+        self._host.part_begins("post_backward")
         if attention is not None:
             gathered = self._new_gathered()
             if self._keeps_result:
@@ -420,14 +425,14 @@ class TiledCall:
             d_result = self._new_result(gradient.device)
         d_hidden = gradient if may_overwrite else torch.empty_like(gradient, memory_format=torch.contiguous_format)
         self._post_backward(sums, gathered, gradient, d_hidden, d_inputs, result, d_result)
-        self._remat.part_begins("attention_backward")
+        self._host.part_begins("mixer_backward")
         if attention is not None:
             sums.settle()
             attention.supply(result)
             del result
             attention.backward(sums, gathered, d_result, then=self._last_frame)
             del d_result
-        self._remat.part_begins("heads_backward")
+        self._host.part_begins("pre_backward")
         if attention is not None:
             self._pre_backward(sums, gathered, d_hidden, d_inputs)
         return d_hidden
@@ -441,11 +446,10 @@ class TiledCall:
         return [self._attention.frame or self._last_frame, *(tile.call.frame for tile in self._tiles)]
 
     def _new_gathered(self) -> Gathered:
-        return Gathered(self._shapes.attention.arguments, self._arguments.batch, self._arguments.length)
+        return Gathered(self._shapes.attention.arguments, *self._arguments.size)
 
     def _new_result(self, device: torch.device) -> torch.Tensor:
-        size = self._arguments.batch, self._arguments.length
-        return self._shapes.attention.result.new(*size, self._result_dtype, device)
+        return self._shapes.attention.result.new(*self._arguments.size, self._result_dtype, device)
 
     def _pre_again(self, gathered: Gathered) -> None:
         """Run every tile up to attention once more: fill `gathered`."""

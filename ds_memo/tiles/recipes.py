@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ds_memo.distributed.topology import ranks_per_sequence
-from ds_memo.remat.checkpoint import Layer
+from ds_memo.remat.layer import Layer
 from ds_memo.remat.recipe import Gemm, Recipe, SavedOp
 from ds_memo.tiles.modes import Sections
 from ds_memo.tiles.probe_result import Shapes

@@ -68,6 +68,11 @@ class Arguments:
         if all(map(tree_is_leaf, values)):
             self._tiles = {}
 
+    @property
+    def size(self) -> tuple[int, int]:
+        """Sequences and their length."""
+        return self.batch, self.length
+
     def take_hidden(self) -> torch.Tensor:
         """Return the hidden states, and hold them no longer: arguments live as long as the call's graph."""
         hidden, self.hidden = self.hidden, None

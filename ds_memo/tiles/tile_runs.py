@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ds_memo.remat.call import Call
-from ds_memo.remat.checkpoint import CannotTile
+from ds_memo.remat.layer_call import CannotTile
 from ds_memo.remat.layer_state import tensors_of, unchanged
 from ds_memo.remat.modes import running_tiles
 from ds_memo.remat.random_states import forked, seeded

@@ -20,10 +20,12 @@ from torch import nn
 from ds_memo.distributed import agree
 from ds_memo.distributed.topology import is_experts, ranks_per_sequence, sharing_ranks
 from ds_memo.errors import MemoError
-from ds_memo.placement import FULL_RECOMPUTE, Placement, Tiles
-from ds_memo.remat.checkpoint import CannotTile, Layer, Remat
+from ds_memo.placement import FULL_RECOMPUTE, Tiles
 from ds_memo.remat.gathered_params import gathered
-from ds_memo.remat.modes import running_tiles
+from ds_memo.remat.layer import Layer
+from ds_memo.remat.layer_call import CannotTile, LayerCall
+from ds_memo.remat.layer_host import LayerHost
+from ds_memo.remat.modes import running_tiles, under_a_checkpoint
 from ds_memo.remat.random_states import own_states, set_states
 from ds_memo.remat.shared_changes import Undo
 from ds_memo.remat.undo import Undoing
@@ -74,84 +76,86 @@ class Tiling:
     def _tiled_layers(self) -> Iterator[TiledLayer]:
         return (found for verdicts in self._layers.values() for found in verdicts.tiled.values() if not isinstance(found, str))
 
-    def prepare(
-        self, remat: Remat, layer: Layer, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any], placement: Placement | None
-    ) -> Callable[[], Any] | None:
-        """Return a function that runs a layer call in tiles; None: it is one tile, or cannot. See `remat.checkpoint.Tiler`."""
-        tiles = self.without_gradients if placement is None else placement.tiles
-        if tiles is None:
-            return None
+    def refusal(self, call: LayerCall, host: LayerHost) -> str | None:
+        """Return "" for a call that is one tile, or that cannot run in tiles: the user was told by then."""
+        tiles = call.placement.tiles if call.grads else self.without_gradients
+        if tiles is None or (call.grads and not call.recomputes):
+            return ""
+        if not call.grads and under_a_checkpoint(up_to=()):  # a reentrant one, whose second run is whole
+            return ""
         self._latest = self.without_gradients = tiles
-        call = LayerCall(fn, layer.module(), args, kwargs)
-        hidden = hidden_states(call.args, call.kwargs)
-        if call.module is None:
-            return None
-        verdicts = self._layers.get(call.module)
+        layer, own = call.layer, OwnCall(call)
+        hidden = hidden_states(own.args, own.kwargs)
+        if own.module is None:
+            return ""
+        verdicts = self._layers.get(own.module)
         if verdicts is None:
-            verdicts = self._layers[call.module] = Verdicts(layer, call.module, self._caught.callback)
+            verdicts = self._layers[own.module] = Verdicts(layer, own.module, self._caught.callback)
         if verdicts.refused:
-            return None
+            return ""
         if not verdicts.are_as_long(hidden):
-            self._refuse(remat, layer, call.module, "its ranks trade tokens for experts, and have other lengths")
-            return None
+            return self._refuse(host, layer, "its ranks trade tokens for experts, and have other lengths")
         if _is_one_tile(hidden, tiles.tokens):
-            return None
+            return ""
         signature: Any
-        why = ""
+        why, arguments = "", None
         try:
-            refuse_call(call.module, call.args, call.kwargs)
+            refuse_call(own.module, own.args, own.kwargs)
         except CannotTile as reason:
             signature = why = str(reason)
         if not why:
-            arguments = Arguments(call.args, call.kwargs)
-            signature = arguments.signature(masks=ranks_per_sequence() == 1), call.module.training
-            if placement is None and (trained := (signature[0], True)) in verdicts.tiled:
+            arguments = Arguments(own.args, own.kwargs)
+            signature = arguments.signature(masks=ranks_per_sequence() == 1), own.module.training
+            if not call.grads and (trained := (signature[0], True)) in verdicts.tiled:
                 signature = trained
-            if placement is None and signature not in verdicts.tiled and (others := arguments.others):
+            if not call.grads and signature not in verdicts.tiled and (others := arguments.others):
                 what = f"it gets a {others[0]}, which a check would change. For an evaluation pass use_cache=False"
-                self._refuse(remat, layer, call.module, what)
-                return None
+                return self._refuse(host, layer, what)
         if signature not in verdicts.tiled:
-            with remat.aside(), torch.inference_mode(False), running_tiles():
-                verdicts.judge(signature, call, why)
+            with host.isolated(), torch.inference_mode(False), running_tiles():
+                verdicts.judge(signature, own, arguments, why)
         tiled = verdicts.tiled[signature]
         if isinstance(tiled, str):
-            self._refuse(remat, layer, call.module, tiled)
-            return None
-        if placement is None and tiled.shapes.draws and any(part.training for part in call.module.modules()):
-            return None  # whole layers draw random numbers as the model does without memo
-        placed = placement or replace(FULL_RECOMPUTE, tiles=tiles)
+            return self._refuse(host, layer, tiled)
+        if not call.grads and tiled.shapes.draws and any(part.training for part in own.module.modules()):
+            return ""  # whole layers draw random numbers as the model does without memo
+        call.verdict = own, arguments, verdicts, signature
+        return None
 
+    def run(self, call: LayerCall, host: LayerHost) -> Any:
+        if not call.grads:
+            return self._run(call, host)
+        return host.observed(call.layer, functools.partial(self._run, call, host))
+
+    def _run(self, call: LayerCall, host: LayerHost) -> Any:
+        own, arguments, verdicts, signature = call.verdict
+        tiled, layer = verdicts.tiled[signature], call.layer
+        placement = call.placement if call.grads else replace(FULL_RECOMPUTE, tiles=self.without_gradients)
+        tokens = placement.tiles.tokens  # type: ignore[union-attr]
         before = layer.state.before()  # type: ignore[union-attr]
 
-        def in_tiles(*args: Any, **kwargs: Any) -> Any:
-            kwargs = without_padding(call.module, kwargs)
-            hidden = hidden_states(args, kwargs)
-            cut = spans(hidden.shape[0], hidden.shape[1], tiles.tokens)
-            return TiledCall(tiled, call.forward, args, kwargs, cut, placed, remat, before).run()
+        def in_tiles(arguments: Arguments) -> Any:
+            cut = spans(*arguments.size, tokens)
+            return TiledCall(tiled, own.forward, arguments, cut, placement, host, before).run()
 
-        device = remat.engine.device
-        states = [] if placement is None else own_states(device)
+        states = own_states(host.engine.device) if call.grads else []
+        try:
+            out = own.run(in_tiles, arguments)
+        except CannotTile as reason:
+            set_states(states)
+            verdicts.tiled[signature] = str(reason)
+            self._refuse(host, layer, str(reason))
+            verdicts.agree(str(reason), sure=False)
+            raise
+        self._refusals.pop(layer.name, None)
+        return out
 
-        def run() -> Any:
-            try:
-                out = call.run(in_tiles)
-                self._refusals.pop(layer.name, None)
-                return out
-            except CannotTile as reason:
-                set_states(states)
-                verdicts.tiled[signature] = str(reason)
-                self._refuse(remat, layer, call.module, str(reason))
-                verdicts.agree(str(reason), sure=False)
-                raise
-
-        return run
-
-    def _refuse(self, remat: Remat, layer: Layer, module: nn.Module, reason: str) -> None:
-        if self._refusals.get(layer.name) == reason:
-            return
-        self._refusals[layer.name] = reason
-        remat.warn(f"{type(module).__name__} runs whole, not in tiles of memo.tile_tokens: {reason}")
+    def _refuse(self, host: LayerHost, layer: Layer, reason: str) -> str:
+        """Warn, and note the reason for the report. Nothing is left to tell then."""
+        if self._refusals.get(layer.name) != reason:
+            self._refusals[layer.name] = reason
+            host.warn(f"{type(layer.module()).__name__} runs whole, not in tiles of memo.tile_tokens: {reason}")
+        return ""
 
 
 class Verdicts:
@@ -175,7 +179,7 @@ class Verdicts:
         most = agree.greatest([*sizes, *(-size for size in sizes)])
         return most == [*sizes, *(-size for size in sizes)]
 
-    def judge(self, signature: Any, call: LayerCall, why: str) -> None:
+    def judge(self, signature: Any, call: OwnCall, arguments: Arguments, why: str) -> None:
         """Find out if a new signature can run in tiles.
 
         Args:
@@ -190,7 +194,7 @@ class Verdicts:
             shapes = None
             try:
                 with gathered(call.module):  # where Transformers (to 5.17) asks for a checkpoint outside of the layer's hooks
-                    shapes = probe(call.module, call.forward, Arguments(call.args, call.kwargs), self._undo_with)
+                    shapes = probe(call.module, call.forward, arguments, self._undo_with)
             except CannotTile as reason:
                 why = str(reason)
             self.agree(why, sure)
@@ -246,26 +250,19 @@ def _is_one_tile(hidden: Any, tile_tokens: int) -> bool:
     )
 
 
-class LayerCall:
-    """A call that came to memo: of a layer's forward, or of the layer with its hooks.
+class OwnCall:
+    """A layer call as one of the layer's own forward: it came to memo so, or as one of the layer with its hooks."""
 
-    Args:
-        fn: a method of `module`, bound to it or with it as its first argument, and keywords bound or not.
-        module: the layer.
-    """
-
-    def __init__(self, fn: Callable[..., Any], module: nn.Module | None, args: tuple, kwargs: dict[str, Any]) -> None:
-        self._fn, self._args, self._kwargs = fn, args, kwargs
-        called = functools.partial(fn, *args, **kwargs)  # partials of partials are one
-        function: Any = called.func
-        self.args, self.kwargs = called.args, called.keywords if module is None else without_padding(module, called.keywords)
+    def __init__(self, call: LayerCall) -> None:
+        self._called = call.forward, call.args, call.kwargs  # not the call, which refers to this object
+        module, function = call.layer.module(), call.forward
+        self.args, self.kwargs = call.args, call.kwargs if module is None else without_padding(module, call.kwargs)
         self.module: nn.Module | None = module
         """None: it is no method of the layer."""
         self.forward: Callable[..., Any] = function
-        """The layer's own."""
         self._with_hooks = False
-        if called.args and called.args[0] is module:
-            self.args = called.args[1:]
+        if self.args and self.args[0] is module:
+            self.args = self.args[1:]
             self.forward = functools.partial(function, module)
         elif function is module or getattr(function, "__self__", None) is module:
             self._with_hooks = module is not None and getattr(function, "__name__", "") != "forward"
@@ -275,11 +272,19 @@ class LayerCall:
         else:
             self.module = None
 
-    def run(self, forward: Callable[..., Any]) -> Any:
+    def run(self, run: Callable[[Arguments], Any], arguments: Arguments) -> Any:
+        """Call `run` in place of the forward.
+
+        Args:
+            arguments: of the call. Where it goes through the layer's hooks, these may give others.
+        """
         if not self._with_hooks:
-            return forward(*self.args, **self.kwargs)
+            return run(arguments)
         module: Any = self.module
         own = vars(module).get("forward")
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return run(Arguments(args, without_padding(module, kwargs)))
 
         def put_back() -> None:
             vars(module).pop("forward", None)
@@ -288,4 +293,5 @@ class LayerCall:
 
         with Undoing(put_back):
             module.forward = forward
-            return self._fn(*self._args, **self._kwargs)
+            function, args, kwargs = self._called
+            return function(*args, **kwargs)

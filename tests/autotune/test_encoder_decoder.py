@@ -16,7 +16,7 @@ from transformers import T5Config, T5ForConditionalGeneration
 import ds_memo
 from ds_memo.profile.layer_call import LayerCall, layer_calls
 from ds_memo.profile.layer_kinds import kinds_of
-from ds_memo.remat.checkpoint import Layer
+from ds_memo.remat.layer import Layer
 from tests.autotune.test_kinds import assert_as_predicted, attached, batch, encoder_and_decoder, outcome
 from tests.distributed_harness.common import ON_CPU, DistributedTest
 from tests.inside import inside

@@ -9,7 +9,7 @@ from ds_memo.autotune.policy import PlacementPolicy
 from ds_memo.config import MemoConfig
 from ds_memo.errors import MemoError
 from ds_memo.placement import FULL_RECOMPUTE, ON_DEVICE, Placement, PlacementKind
-from ds_memo.remat.checkpoint import Layer
+from ds_memo.remat.layer import Layer
 from ds_memo.swap.host_pool import HostPool
 from ds_memo.swap.host_slab import HostSlab
 
@@ -25,7 +25,7 @@ def make_policy(layers: int = 4, budget: int = 1 << 30, **config: object) -> tup
 
 
 def settled(policy: PlacementPolicy, layer: Layer) -> float:
-    return policy.settle(layer, policy.placement(layer), WHOLE, ROWS).alpha
+    return policy.decide_alpha(layer, policy.placement(layer), WHOLE, ROWS).alpha
 
 
 def test_as_configured() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from benchmarks import cuda_calls, emulated_process, first, first_large, first_steps, results
+from benchmarks import cuda_calls, first, first_large, first_steps, results
 from benchmarks.assertions import FAIL, NOT_JUDGED, PASS, SKIPPED, TIMES, VALUES, Assertion, Machine, Measured, Skip
 from benchmarks.emulated_process import run_emulated
 from ds_memo.ops.builder import cuda_headers
@@ -34,8 +34,8 @@ def skips(_: Machine) -> Measured:
 
 
 def test_the_points_are_those_of_the_list():
-    assert sorted(first.POINTS) == list(range(1, 12))
-    assert all(assertion.cure and assertion.bar for assertion in first.ASSERTIONS)
+    assert list(range(1, 12)) == first.POINTS and first.IN_ORDER[-1].measure is first_steps.sanitizer
+    assert all(assertion.cure and assertion.bar for assertion in first.IN_ORDER)
 
 
 @pytest.mark.processes  # git, for the commit
@@ -80,10 +80,6 @@ def test_calls_are_counted_inside_the_steps_alone():
     assert cuda_calls.in_trace([*marks, *around]) == {}
 
 
-def test_the_sanitizer_takes_the_time_that_is_left():
-    assert first.ASSERTIONS[-1].measure is first_steps.sanitizer
-
-
 @pytest.mark.slow
 @pytest.mark.processes
 def test_on_a_cpu_nothing_fails(tmp_path):
@@ -125,7 +121,7 @@ def test_every_assertion_runs_over_the_emulator(_: int, tmp_path: Path, capfd: p
     out = tmp_path / "first.json"
     assert first.main(["--device", "emulator", "--out", str(out)]) == 0
     rows = rows_of(out)
-    assert len(rows) == len(first.ASSERTIONS)
+    assert len(rows) == len(first.IN_ORDER)
     judged = {name for name, row in rows.items() if row["verdict"] == PASS}
     assert {row["point"] for row in rows.values() if row["verdict"] == PASS} == {1, 2, 3, 6, 9}
     assert {"memory of the host slab", "calls of CUDA in steady steps", "planned addresses in steady steps"} <= judged
@@ -152,10 +148,3 @@ def test_what_is_broken_fails_with_its_cure(
     assert run_emulated("tests.benchmarks.broken_first", words, 139.8) == 1
     row = rows_of(out)[name]
     assert row["verdict"] == FAIL and row["cure"] in capfd.readouterr().out
-
-
-def test_the_emulator_says_where_its_python_is_missing(monkeypatch, capsys):
-    monkeypatch.delenv("DS_MEMO_CUDA_TORCH", raising=False)
-    assert first.main(["--device", "emulator", "--points", "2"]) == 2
-    assert "DS_MEMO_CUDA_TORCH" in capsys.readouterr().err
-    assert not emulated_process.is_emulated()

@@ -16,7 +16,7 @@ from benchmarks import layer_backward
 from benchmarks.layer_backward import COLOURS, NoBackward, read_layer_backward
 from ds_memo.plan.errors import MalformedInput
 
-REPLAY = ("remat/replay.py:__torch_dispatch__", "remat/checkpoint.py:_until_stopped")
+REPLAY = ("remat/replay.py:__torch_dispatch__", "remat/recorded.py:_until_stopped")
 RELOAD = ("swap/frame.py:new_buffer", "remat/call.py:begin_replay")
 TAILS, HEADS = ((f"tiles/layer.py:_{part}_backward", "tiles/layer.py:_backward") for part in ("post", "pre"))
 Q_K_V = ("remat/replay.py:__torch_dispatch__", "tiles/attention_call.py:add", *TAILS)

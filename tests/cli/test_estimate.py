@@ -141,6 +141,25 @@ def test_longest_and_fewest(capsys):
     assert never["status"] != "ok"
 
 
+def test_searches_show_what_they_try_and_advise_nothing_beside_their_answer(capsys):
+    assert cli.main([*BASE[:5], "--min-gpus", "--seq-length", "64K", "--tile-tokens", "0"]) == 0
+    shown = capsys.readouterr()
+    assert "with 1 GPU: oom, device memory" in shown.out and "What helps" not in shown.out
+    assert "64 Ki tokens on 1 GPU: out of device memory" in shown.err and "64 Ki tokens on 2 GPUs: fits" in shown.err
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_misspelled_keys_are_named(capsys, tmp_path, nested):
+    sizes = {"hiden_size": 64, "colour": "red", "num_hidden_layers": 2, "vocab_size": 99, "_name_or_path": "x", "rope_theta": 1e4}
+    data = {"model_type": "llama"} | sizes if not nested else {"model_type": "gemma3", "text_config": sizes}
+    path = tmp_path / "model.json"
+    path.write_text(json.dumps(data))
+    base = ("estimate", "--model", str(path), "--hardware", "a800", "--gpus", "8")
+    notes = [note for note in answer(capsys, "--seq-length", "1K", base=base)["notes"] if "does not know" in note]
+    assert len(notes) == 1 and notes[0].endswith(": hiden_size (did you mean hidden_size?), colour")
+    assert not any("does not know" in note for note in answer(capsys, "--seq-length", "1K")["notes"])
+
+
 def test_a_sweep_as_table_csv_and_picture(capsys, tmp_path):
     table = tmp_path / "sweep.csv"
     assert cli.main([*BASE, "--sweep", "64K:256K", "--compare", "-o", str(table)]) == 0

@@ -148,7 +148,7 @@ def test_a_python_without_ds_memo(tmp_path: Path) -> None:
 def test_commands_that_are_not_started(tmp_path: Path) -> None:
     started = tmp_path / "started"
     for words, code, says in (
-        ([], 2, "ds-memo run: no command. Example: ds-memo run deepspeed train.py"),
+        ([], 2, "ds-memo run: no command; expected one like ds-memo run deepspeed train.py"),
         (["--num_gpus", "2"], 2, "ds-memo run: unrecognized arguments: --num_gpus"),
         (["--memo", "{", "touch", started], 2, "ds-memo run: --memo '{': Expecting property name"),
         (["--memo=7", "touch", started], 2, "ds-memo run: --memo '7': \"memo\" must be a JSON object"),

@@ -202,7 +202,7 @@ def test_layers_that_are_gathered_tell_when_they_run(meets: bool, monkeypatch: p
     engine = start(ds_config(3, memo={"enabled": True}))
     train(engine, steps=1)
     device = Device()
-    inside(engine.memo).remat.observers = (device,)
+    inside(engine.memo).remat.host.observers = (device,)
     train(engine, steps=1)
     plain = inside(engine.memo).policy.no_recompute
     engine.destroy()

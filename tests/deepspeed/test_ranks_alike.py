@@ -21,7 +21,7 @@ import ds_memo
 from ds_memo.deepspeed import sequence
 from ds_memo.distributed import agree
 from ds_memo.planned_alloc import runtime
-from ds_memo.remat.checkpoint import CannotTile
+from ds_memo.remat.layer_call import CannotTile
 from ds_memo.swap.host_budget import HostBudget
 from ds_memo.tiles import tiling
 from ds_memo.tiles.check import choices, probe

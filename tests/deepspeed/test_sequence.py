@@ -294,7 +294,7 @@ class TestHeadGroups(DistributedTest):
 @pytest.mark.parametrize(
     "size, ulysses, world, message",
     [
-        (2, None, 3, "sequence_parallel_size: got 2, but the 3 ranks of this run are no multiple of it"),
+        (2, None, 3, "sequence_parallel_size: got 2, but the 3 ranks of this run are no multiple of it; choose a divisor"),
         (4, 3, 8, "memo.ulysses_size: got 3; allowed: a number that divides sequence_parallel_size, which is 4"),
         (2, 4, 8, "memo.ulysses_size: got 4; allowed: a number that divides sequence_parallel_size, which is 2"),
     ],

@@ -313,7 +313,10 @@ class TestMissingRanks(DistributedTest):
                 assert str(caught.value).startswith("rank 1") == (dist.get_rank() == 0)
                 continue
             pairs = "; ".join(f"{mine} on rank 0, {theirs} on rank 1" for mine, theirs in zip(told[::2], told[1::2], strict=True))
-            assert str(caught.value) == f"the configuration differs between ranks, and all must work alike; {pairs}"
+            assert (
+                str(caught.value)
+                == f"the configuration differs between ranks, and all must work alike. Give all ranks the same: {pairs}"
+            )
 
     @pytest.mark.parametrize("of_node, ulysses", [((2, 2), 2), ((2, 1), 1)])
     def test_ranks_trade_heads_by_all_ranks_nodes(

@@ -19,7 +19,7 @@ from ds_memo.estimate.question import Question
 from ds_memo.placement import Placement, PlacementKind, Tiles
 from ds_memo.profile.layer import measure
 from ds_memo.profile.layer_call import layer_calls
-from ds_memo.profile.layer_sample import WORKING, LayerSample
+from ds_memo.profile.layer_sample import PEAKS, LayerSample
 from ds_memo.profile.tile_sample import PARTS
 from ds_memo.runtime.attach import attach_model
 from tests.estimate.models import GPT_7B, LLAMA_8B, SMALL, small
@@ -52,7 +52,7 @@ def test_bytes_are_those_of_a_real_layer(name: str, tmp_path: Path) -> None:
     real, found = really(SMALL[name], tmp_path), small(name).measured._sample(0, 1024, 1, H100)
     assert [(output.role, output.nbytes) for output in found.outputs] == [(o.role, o.nbytes) for o in real.outputs]
     assert found.no_recompute_bytes == pytest.approx(real.no_recompute_bytes, rel=0.03)
-    for field in WORKING:
+    for field in PEAKS:
         here, there = getattr(found, field), getattr(real, field)
         assert (here.forward, here.backward) == pytest.approx((there.forward, there.backward), rel=0.03), field
     assert (found.gemm_flops, found.attention_flops) == (real.gemm_flops, real.attention_flops)
@@ -64,12 +64,12 @@ def llama() -> Model:
 
 
 IN_THE_EMULATOR = {
-    "heads": (5.250, 3.875, 5.250),
-    "attention": (3.516, 3.516, 3.516),
-    "tails": (9.766, 6.391, 9.766),
-    "attention_backward": (20.516, 14.766, 14.766),
-    "heads_backward": (23.751, 13.125, 16.500),
-    "tails_backward": (39.501, 21.500, 28.000),
+    "pre": (5.250, 3.875, 5.250),
+    "mixer": (3.516, 3.516, 3.516),
+    "post": (9.766, 6.391, 9.766),
+    "mixer_backward": (20.516, 14.766, 14.766),
+    "pre_backward": (23.751, 13.125, 16.500),
+    "post_backward": (39.501, 21.500, 28.000),
 }
 """A profile of a Llama-3-8B layer, in units of tokens * hidden * 2 bytes: 4,096 tokens in tiles of 2,048; 8,192 in such; 8,192 in
 tiles of 4,096."""
@@ -81,7 +81,7 @@ def test_parts_in_tiles_are_those_in_the_emulator(llama: Model, monkeypatch: pyt
     samples = load(str(LLAMA_8B)).measured._in_tiles(0, 1, replace(H100, name="emulator"))
     for number, part in enumerate(PARTS):
         units = [sample.peaks[0][number][0] / (8192 * sample.length) for sample in samples]
-        assert units == pytest.approx(IN_THE_EMULATOR[part], rel=0.001 if part != "tails_backward" else 0.04), part
+        assert units == pytest.approx(IN_THE_EMULATOR[part], rel=0.001 if part != "post_backward" else 0.04), part
 
 
 @pytest.mark.slow
@@ -90,7 +90,7 @@ def test_attention_under_ulysses_is_that_of_rehearsals(llama: Model, ranks: int,
     """Measured with 524,288 tokens a rank: the forward, without frames."""
     for sample in llama.measured._in_tiles(0, ranks, H100):
         peaks = [peak for peak, _ in sample.peaks_in(groups)]
-        assert peaks[PARTS.index("attention")] / (8192 * sample.length) == pytest.approx(units, rel=0.01)
+        assert peaks[PARTS.index("mixer")] / (8192 * sample.length) == pytest.approx(units, rel=0.01)
 
 
 @pytest.mark.parametrize(("path", "units"), [(GPT_7B, (2, 8, 16)), (LLAMA_8B, (2, 9.5, 24.5))])

@@ -133,8 +133,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("page", PAGES)
 def test_every_command_runs(page: str, home: Path) -> None:
     script = ["set -e", "trap 'echo FAILED: $BASH_COMMAND' ERR", f"cd {shlex.quote(str(home))}"]
-    if page != PAGES[0]:
-        script.append("cd ds_memo && . .venv/bin/activate")
+    script.append(". ds_memo/.venv/bin/activate" if page == PAGES[0] else "cd ds_memo && . .venv/bin/activate")
     before = ""
     for command in commands(page):
         if command.startswith("ds-memo run") and not before.startswith("ds-memo run"):  # lint would find a second train.py

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 from data import ByteTokenizer, DataError, HFTokenizer, Windows, load_windows, read_documents, standard_library
 
+from tests.launch.launcher import REPO
+
 EOS = ByteTokenizer.eos
 
 
@@ -113,6 +115,12 @@ def test_a_tokenizer_directory(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match="no tokenizer in"):
         HFTokenizer(tmp_path / "empty")
+
+
+def test_the_quickstarts_text_fills_windows():
+    documents = list(read_documents([REPO / "launch" / "text"]))
+    assert len(documents) == 8 and sum(map(len, documents)) < 200_000
+    assert all(map(len, load_windows(documents, ByteTokenizer(), seq_length=16_384, seed=0)))
 
 
 @pytest.mark.slow

@@ -28,7 +28,7 @@ EXACT = 1e-6
 LENGTH, ROWS = 64, 2
 
 
-def start(tmp_path: Path, *more: str) -> script.Run:
+def start(tmp_path: Path, *more: str, model: Path = TINY) -> script.Run:
     """Start train.py on this rank; all ranks share each sequence."""
     config = {
         "sequence_parallel_size": dist.get_world_size(),
@@ -43,7 +43,7 @@ def start(tmp_path: Path, *more: str) -> script.Run:
     (folder / "ds.json").write_text(json.dumps(config))
     for number in range(200):
         (folder / "data" / f"{number:03}.txt").write_text(str(number**40)[: 1 + 7 * number % 45])
-    words = ["--deepspeed_config", folder / "ds.json", "--model", TINY, "--data", folder / "data", "--seq-length", LENGTH, *more]
+    words = ["--deepspeed_config", folder / "ds.json", "--model", model, "--data", folder / "data", "--seq-length", LENGTH, *more]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.argv", ["train.py", *map(str, words)])
         return script.start(script.parse_args())
@@ -59,7 +59,7 @@ def trained(run: script.Run) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
 
 def trained_apart(run: script.Run) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The same, each document in a forward of its own, by Transformers alone."""
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(TINY))
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(run.args.model))
     model.load_state_dict(run.engine.module.state_dict())
     joined = dataclasses.replace(run.training, starts=None).batch(0, ROWS)
     losses = []
@@ -89,6 +89,13 @@ class TestPack(DistributedTest):
 
     def test_documents_are_trained_apart(self, tmp_path):
         assert_as_apart(start(tmp_path / str(dist.get_world_size()), "--pack"))
+
+    @pytest.mark.world_size(2)
+    def test_convolutions_keep_documents_apart_on_ranks(self, tmp_path):
+        sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+        layers = {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3, "vocab_size": 512}
+        AutoConfig.for_model("lfm2", **sizes, **layers).to_json_file(path := tmp_path / f"lfm2-{dist.get_rank()}.json")
+        assert_as_apart(start(tmp_path, "--pack", model=path))
 
     @pytest.mark.world_size(1)
     def test_flash_attention_gets_all_documents_in_one_row(self, tmp_path, monkeypatch):
@@ -125,7 +132,8 @@ def test_models_that_may_mix_documents_are_refused(config, reason):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     if reason is None:
-        hf.check_packing(model)
+        hf.check_packing(model, 1)
     else:
+        hf.check_packing(model, 2)
         with pytest.raises(hf.ModelError, match=f"--pack: .* is not known to keep documents apart \\({reason}\\)"):
-            hf.check_packing(model)
+            hf.check_packing(model, 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ds_memo.profile.layer_sample import LayerSample
 from ds_memo.profile.sample import LayerProfile, Profile
-from ds_memo.solve.run_costs import Output, Working
+from ds_memo.solve.run_costs import Output, PeakBytes
 
 HIDDEN = 2 * 64
 """Bytes of one token's hidden states."""
@@ -45,9 +45,9 @@ def make_sample(
         gemm_flops=1000 * tokens,
         attention_flops=10 * tokens * length,
         no_recompute_bytes=16 * hidden * tokens,
-        working=Working(working * tokens, working * tokens),
-        working_at_0=Working(working * tokens, working * tokens + 8 * hidden * tokens),
-        working_without_attention=Working(working * tokens, working * tokens + 8 * hidden * tokens),
+        working=PeakBytes(working * tokens, working * tokens),
+        working_at_0=PeakBytes(working * tokens, working * tokens + 8 * hidden * tokens),
+        working_without_attention=PeakBytes(working * tokens, working * tokens + 8 * hidden * tokens),
         outputs=(
             Output("input", 1, hidden * tokens, 0.0),
             Output("gemm", tokens, 3 * hidden, born(0.2, False)),

@@ -94,26 +94,17 @@ def test_anything_damaged_is_refused_or_does_no_harm() -> None:
 @pytest.mark.parametrize(
     "path, value, says",
     [
-        (
-            ("kinds", 0, "samples", 0, "outputs", 0, "rows"),
-            10**18,
-            "rows is 1000000000000000000, expected 0 to 1,125,899,906,842,624",
-        ),
-        (("kinds", 0, "samples", 0, "outputs", 0, "rows"), 1 << 50, "contradict each other"),
-        (("kinds", 0, "samples", 0, "working", "backward"), 10**18, "backward is"),
-        (("kinds", 0, "samples", 0, "forward_s"), 1e9, "forward_s is"),
-        (("kinds", 0, "samples", 0, "length"), 1 << 40, "length is"),
-        (("kinds", 0, "samples", 0, "batch"), 1 << 33, "contradict each other"),
-        (("d2h_bytes_per_s",), 1e300, "d2h_bytes_per_s is 1e\\+300"),
-        (("d2h_bytes_per_s",), 1e-300, "d2h_bytes_per_s is 1e-300, expected 1 to"),
+        (("kinds", 0, "samples", 0, "forward_s"), math.nan, "forward_s is nan, expected a number from 0 on"),
+        (("kinds", 0, "samples", 0, "batch"), -1, "batch is -1"),
+        (("d2h_bytes_per_s",), 1e999, "d2h_bytes_per_s is inf"),
+        (("d2h_bytes_per_s",), 0.0, "contradict each other"),
         (("layers",), [0] * 100_000, "100,000 layers, the most is 65,536"),
         (("kinds", 0, "name"), "x" * 201, "name has 201 characters, the most is 200"),
         (("kinds", 0, "samples", 0, "forward_s"), "1", "kinds.0.samples.0.forward_s: Input should be a valid number"),
-        (("ranks_copying",), 1 << 60, "ranks_copying is"),
     ],
 )
 def test_what_no_run_can_have(path: tuple, value: Any, says: str) -> None:
-    """Refused when read, not in the first step: the solver would count past 64 bits, or for ever."""
+    """Refused when read, not in the first step."""
     with pytest.raises(ProfileError, match=says) as caught:
         from_json(damaged(path, value))
     assert len(str(caught.value)) < 1000

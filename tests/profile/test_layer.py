@@ -21,7 +21,7 @@ from ds_memo.profile.layer import measure
 from ds_memo.profile.layer_call import LayerCall, hidden_from_training
 from ds_memo.profile.live import LiveBytes
 from ds_memo.profile.stopwatch import REPEATS, Stopwatch
-from ds_memo.remat.checkpoint import Layer
+from ds_memo.remat.layer import Layer
 from tests.models import HIDDEN, Block
 from tests.tiles.test_probe import TilesItsMLP
 

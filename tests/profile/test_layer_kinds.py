@@ -10,7 +10,7 @@ from torch import nn
 
 import ds_memo
 from ds_memo.profile.layer_kinds import kinds_of, settings_digest
-from ds_memo.remat.checkpoint import Layer
+from ds_memo.remat.layer import Layer
 from tests.models import Block, build
 
 

@@ -10,7 +10,7 @@ import torch
 
 from ds_memo.distributed.agree import Failed, alone
 from ds_memo.profile import run
-from ds_memo.remat.checkpoint import Layer
+from ds_memo.remat.layer import Layer
 from tests.profile.samples import make_sample
 
 

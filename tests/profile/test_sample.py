@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ds_memo.profile.layer_sample import LayerSample
 from ds_memo.profile.sample import LayerProfile
-from ds_memo.solve.run_costs import Working
+from ds_memo.solve.run_costs import PeakBytes
 from tests.profile.samples import HIDDEN, make_profile, make_sample
 
 LENGTHS = st.integers(16, 1 << 14)
@@ -66,7 +66,7 @@ def test_one_sample_gives_lines_through_the_origin() -> None:
 
 
 def test_working_bytes_are_rounded_up() -> None:
-    profile = LayerProfile("", tuple(dataclasses.replace(make_sample(n), working=Working(0, 7 * n // 3)) for n in (100, 200)))
+    profile = LayerProfile("", tuple(dataclasses.replace(make_sample(n), working=PeakBytes(0, 7 * n // 3)) for n in (100, 200)))
     assert profile.costs(1, 151).working.backward == math.ceil(233 + (466 - 233) / 100 * 51)
 
 
@@ -88,7 +88,7 @@ def test_what_is_held_at_once_follows_the_longest_two_samples() -> None:
         return max(12 * HIDDEN**2 + 11 * HIDDEN * tokens, 15 * HIDDEN * tokens)
 
     short, middle, long = (
-        dataclasses.replace(make_sample(n), working=Working(0, held(n))) for n in (HIDDEN, 4 * HIDDEN, 8 * HIDDEN)
+        dataclasses.replace(make_sample(n), working=PeakBytes(0, held(n))) for n in (HIDDEN, 4 * HIDDEN, 8 * HIDDEN)
     )
     length = 100 * HIDDEN
     assert LayerProfile("", (short, middle, long)).costs(1, length).working.backward == held(length)

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 import ds_memo
 from ds_memo.profile.layer_call import LayerCall
 from ds_memo.remat import modes
-from ds_memo.remat.checkpoint import Layer
+from ds_memo.remat.layer import Layer
 from tests.faults import put_in
 from tests.inside import inside, recipe_of
 from tests.models import HEADS, HIDDEN, LAYERS, Batch, Block, Toy, assert_same, compare_with_stock, every_config, step

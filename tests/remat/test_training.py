@@ -13,7 +13,7 @@ from torch import nn
 
 import ds_memo
 from ds_memo.profile.live import LiveBytes
-from ds_memo.remat import checkpoint
+from ds_memo.remat import recorded
 from tests.faults import put_in
 from tests.inside import inside
 from tests.models import (
@@ -115,7 +115,7 @@ def test_mixture_of_experts_in_a_python_loop(config: dict) -> None:
 def test_dropout_of_a_product_that_the_replay_leaves_out(config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU the mask is made like the product but does not depend on it: the first call's recipe is followed."""
     analyses: list[int] = []
-    put_in(monkeypatch, checkpoint, "Analyse", lambda right, *args: analyses.append(1) or right(*args))
+    put_in(monkeypatch, recorded, "Analyse", lambda right, *args: analyses.append(1) or right(*args))
     compare_with_stock(toy(lambda: Block(dropout=0.2)), drive, config, steps=4)
     assert len(analyses) == LAYERS
 
@@ -125,7 +125,7 @@ def test_work_that_settles_is_analysed_no_more(config: dict, monkeypatch: pytest
     """A layer's first calls, and one later call, each differ from the call before."""
     unlike = [0, 1, 2, 3, 1, 2, 3] + [0] * 6 + [1] + [0] * 3
     analyses: list[int] = []
-    put_in(monkeypatch, checkpoint, "Analyse", lambda right, *args: analyses.append(number) or right(*args))
+    put_in(monkeypatch, recorded, "Analyse", lambda right, *args: analyses.append(number) or right(*args))
 
     class Varies(Lines):
         def forward(self, x: torch.Tensor, products: int) -> torch.Tensor:
@@ -341,7 +341,7 @@ def test_each_layer_begins_ends_and_replays_once(config: dict) -> None:
     """In the step that analyses the layers, and in the one that follows their recipes."""
     model = toy()
     handle = ds_memo.attach(model, config)
-    inside(handle).remat.observers = (*inside(handle).remat.observers, log := Log())
+    inside(handle).remat.host.observers = (*inside(handle).remat.host.observers, log := Log())
     for _ in range(2):
         step(model, BATCH)
         forward = [(what, layer) for layer in range(LAYERS) for what in ("begins", "ends")]
@@ -353,7 +353,7 @@ def test_a_refusal_rises_out_of_no_mode() -> None:
     """Alpha is decided when the first layer has run. Its frame is freed, and observers are told that the pass is over."""
     model = toy()
     handle = ds_memo.attach(model, {"resident_layers": 0, "alpha": 0.5, "host_memory_gib": 1e-5})
-    inside(handle).remat.observers = (*inside(handle).remat.observers, log := Log())
+    inside(handle).remat.host.observers = (*inside(handle).remat.host.observers, log := Log())
     with pytest.raises(ds_memo.MemoError, match=r"even memo\.alpha 0 does not fit") as refusal:
         step(model, BATCH)
     assert log == [("begins", 0), "interrupted"]

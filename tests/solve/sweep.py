@@ -1,17 +1,17 @@
-"""Simulated machines and lengths, and the best alpha of each by a sweep over the simulated engine."""
+"""Made-up machines and lengths, and the best alpha of each by a sweep over the engine in virtual time."""
 
 from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
 
-from ds_memo.estimate.simulate import simulate
 from ds_memo.solve.memory import device_bytes, host_cap
 from ds_memo.solve.placement_kinds import Kinds, swapped
 from ds_memo.solve.run_costs import RunCosts
 from ds_memo.solve.solver import Solution
 from tests.placements import placed, swapped_at
 from tests.solve.runs import GPT, LLAMA, layer, run
+from tests.solve.virtual_engine import simulate
 
 KI = 1024
 BAR = 0.02
@@ -20,7 +20,7 @@ BAR = 0.02
 
 @dataclass
 class Case:
-    """A simulated machine and a length."""
+    """A made-up machine and a length."""
 
     tokens: int
     """Tokens of this rank."""
@@ -50,7 +50,7 @@ CASES = [
 
 
 def best_of_a_sweep(costs: RunCosts, kinds: Kinds) -> list[float]:
-    """Return the alphas of the shortest simulated step: 0, 0.05 … 1 as far as the host holds them, then finer around the best.
+    """Return the alphas of the shortest step: 0, 0.05 … 1 as far as the host holds them, then finer around the best.
     Only 0 if the device has no room for reload buffers with rows."""
     layers = [costs.layers[index] for index in swapped(kinds)]
     cap = host_cap(layers, costs.host_budget) if device_bytes(costs, kinds, 1.0) <= costs.device_budget else 0.0

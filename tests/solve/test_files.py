@@ -1,14 +1,15 @@
-"""The schedule with files against a simulator that runs the engine."""
+"""The schedule with files against the engine in virtual time."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
 from ds_memo.errors import MemoError
-from ds_memo.estimate.simulate import Simulated, simulate
 from ds_memo.placement import Placement, PlacementKind, Tiles
 from ds_memo.solve.placement_kinds import Kinds
 from ds_memo.solve.run_costs import NvmeCosts, RunCosts
@@ -16,6 +17,7 @@ from ds_memo.solve.schedule import Schedule, Step
 from tests.placements import placed
 from tests.solve.runs import random_run
 from tests.solve.test_tiles import tiled
+from tests.solve.virtual_engine import simulate
 
 ALPHAS = (0.0, 0.25, 0.7, 1.0)
 
@@ -33,7 +35,7 @@ def with_nvme(costs: RunCosts, kinds: Kinds, draw: random.Random) -> RunCosts:
     return replace(costs, host_budget=host, nvme=NvmeCosts(1 << 60, *drives))
 
 
-def both(costs: RunCosts, kinds: Kinds, alpha: float) -> tuple[Step, Simulated]:
+def both(costs: RunCosts, kinds: Kinds, alpha: float) -> tuple[Step, Step]:
     schedule = Schedule(costs, kinds)
     files = schedule.files(alpha)
     return schedule.at(alpha, files), simulate(costs, with_files(kinds, alpha, files))
@@ -80,12 +82,27 @@ def test_layers_in_tiles_take_it_as_well_as_without_files(alpha: float) -> None:
 def test_runs_wait_for_files_in_both_directions() -> None:
     waits = {"forward": 0, "backward": 0}
     for seed in range(0, 40, 2):
-        engine = both(*whole(seed), 0.7)[1]
-        turn = min((span.begin for span in engine.spans if span.kind == "backward"), default=0.0)
-        begins = [span.begin for span in engine.spans if span.kind == "nvme stall"]
+        schedule = Schedule(*whole(seed))
+        spans = schedule.timeline(0.7, schedule.files(0.7))
+        turn = min((span.begin for span in spans if span.kind == "backward"), default=0.0)
+        begins = [span.begin for span in spans if span.kind == "nvme stall"]
         waits["forward"] += any(begin < turn for begin in begins)
         waits["backward"] += any(begin >= turn for begin in begins)
     assert min(waits.values()) >= 5, waits
+
+
+@pytest.mark.parametrize("how", (whole, in_tiles))
+def test_streams_do_one_thing_at_a_time_and_stalls_fill_computes_gaps(how: Callable[[int], tuple[RunCosts, Kinds]]) -> None:
+    for seed in range(10):
+        schedule = Schedule(*how(seed))
+        step, spans = schedule.at(0.7, files := schedule.files(0.7)), schedule.timeline(0.7, files)
+        by_stream = {stream: [span for span in spans if span.stream == stream] for stream in {span.stream for span in spans}}
+        for stream, mine in by_stream.items():
+            assert all(a.end <= b.begin + 1e-9 * step.seconds for a, b in pairwise(mine)), (seed, stream)
+        assert sum(span.end - span.begin for span in by_stream["compute"]) == pytest.approx(step.seconds), seed
+        for kind, stalls in (("stall", step.d2h_stall_s + step.h2d_stall_s), ("nvme stall", step.nvme_stall_s)):
+            found = sum(span.end - span.begin for span in spans if span.kind == kind)
+            assert found == pytest.approx(stalls, abs=1e-9 * step.seconds), (seed, kind)
 
 
 def test_the_host_holds_the_rest_to_the_byte() -> None:

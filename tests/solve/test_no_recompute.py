@@ -10,7 +10,7 @@ import pytest
 from ds_memo.placement import PlacementKind
 from ds_memo.solve.memory import device_bytes
 from ds_memo.solve.placement_kinds import place
-from ds_memo.solve.run_costs import Working
+from ds_memo.solve.run_costs import PeakBytes
 from ds_memo.solve.solver import solve
 from tests.placements import sets, swapped_at
 from tests.solve.runs import layer, run
@@ -44,7 +44,7 @@ def test_between_all_resident_and_no_recompute() -> None:
 
 def test_a_layer_without_recompute_takes_as_much_as_a_resident_one_in_its_backward() -> None:
     """The replay makes autograd's saved tensors: the two are alike in the layer's own backward, but not below it."""
-    one = replace(layer(16 * KI), working=Working(forward=10**9, backward=10**9))
+    one = replace(layer(16 * KI), working=PeakBytes(forward=10**9, backward=10**9))
     only = run(one, 1)
     alike = device_bytes(only, place(1, 1), 1.0), device_bytes(only, place(1, 0, 1), 1.0)
     assert alike == (one.frame_bytes + 10**9, max(one.no_recompute_bytes, one.frame_bytes + 10**9))

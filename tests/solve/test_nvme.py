@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from ds_memo.estimate.simulate import simulate
 from ds_memo.placement import Tiles
 from ds_memo.solve.refusals import NothingFits
 from ds_memo.solve.run_costs import NvmeCosts, RunCosts
@@ -15,6 +14,7 @@ from ds_memo.solve.solver import Solution, solve
 from tests.placements import sets
 from tests.solve.runs import layer, random_run, run
 from tests.solve.test_tiles import tiled
+from tests.solve.virtual_engine import simulate
 
 GIB = 1 << 30
 PLENTY = NvmeCosts(1 << 50, 20e9, 20e9)

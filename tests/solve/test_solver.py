@@ -98,7 +98,7 @@ def test_the_seeds_reach_every_kind_of_answer() -> None:
         "last resort: ",
         "host memory: ",
         "link: copies to",
-        "all rows",
+        "nothing: all rows",
     ):
         assert any(solution.binding.startswith(start) for solution in found), start
 
@@ -236,7 +236,7 @@ def test_all_swapped() -> None:
     one = layer(256 * 1024)  # attention is long enough to hide any copy
     solution = solve(run(one, 16, link=40e9, device=2 * one.frame_bytes))
     assert (solution.alpha, sets(solution).on_device) == (1.0, {15})  # the last one needs no more on the device than swapped
-    assert solution.binding.startswith("all rows fit the host and their copies hide")
+    assert solution.binding.startswith("nothing: all rows fit the host and their copies hide")
     # No schedule hides the last frame's way out and back, since no resident layer follows it.
     assert solution.d2h_stall_s + solution.h2d_stall_s < 0.1 * solution.step_s
 
@@ -354,7 +354,6 @@ def test_a_configured_alpha_keeps_the_budgets_or_is_refused() -> None:
 
 
 def test_the_search_tries_few_alphas() -> None:
-    """benchmarks/solver.py prints the milliseconds."""
     for seed in SEEDS[:50]:
         schedule, tried = Schedule(random_run(seed, n=24), place(24, 2)), []
         best_alpha(lambda alpha: tried.append(alpha) or schedule.at(alpha).seconds, 1.0)  # noqa: B023

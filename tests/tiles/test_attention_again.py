@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,7 +18,7 @@ from ds_memo.placement import Placement, PlacementKind, Tiles
 from ds_memo.swap.streams import ThreadStreams
 from ds_memo.tiles import attention
 from ds_memo.tiles.attention import TiledAttention
-from tests.everyday import everyday
+from tests.everyday import everyday, pairs
 from tests.models import Batch, Outcome, poisoned_memory, step
 from tests.swap import scenarios
 from tests.swap.conftest import alone  # noqa: F401  a fixture
@@ -65,13 +64,10 @@ def assert_steps(model: Any, batch: Batch, steps: int = 3) -> dict[str, Any]:
 # ---- recomputed
 
 
-@pytest.mark.parametrize("kind", [AGAIN, ON_DEVICE_AGAIN])
-@pytest.mark.parametrize(
-    "name, groups",
-    everyday(
-        itertools.product(FAMILIES, (1, 2)), [("llama", 2), ("plain", 1)], slow=[("gemma3", 1), ("gpt2", 1), ("mixtral", 2)]
-    ),
-)
+RECOMPUTED = pairs(FAMILIES, (1, 2), (AGAIN, ON_DEVICE_AGAIN))
+
+
+@pytest.mark.parametrize("name, groups, kind", everyday(RECOMPUTED, [case for case in RECOMPUTED if case[0] == "llama"]))
 def test_gradients_where_attention_is_recomputed(placed: Any, name: str, groups: int, kind: PlacementKind) -> None:
     placed(kind, groups=groups)
     report = assert_steps(small(name), BATCH)
@@ -135,15 +131,11 @@ def in_tiles(model: Any, kind: PlacementKind) -> Outcome:
 # ---- the result is made again
 
 
+MADE_AGAIN = pairs(FAMILIES, (0.0, 0.5), (SWAPPED, ON_DEVICE, PlacementKind.ON_DEVICE))
+
+
 @pytest.mark.usefixtures("differs")
-@pytest.mark.parametrize(
-    "name, alpha, kind",
-    everyday(
-        itertools.product(FAMILIES, (0.0, 0.5), (SWAPPED, ON_DEVICE, PlacementKind.ON_DEVICE)),
-        [("llama", 0.5, SWAPPED), ("llama", 0.0, ON_DEVICE), ("llama", 0.5, PlacementKind.ON_DEVICE)],
-        slow=[("gemma3", 0.0, PlacementKind.ON_DEVICE), ("gpt2", 0.5, ON_DEVICE), ("mixtral", 0.0, SWAPPED)],
-    ),
-)
+@pytest.mark.parametrize("name, alpha, kind", everyday(MADE_AGAIN, [case for case in MADE_AGAIN if case[0] == "llama"]))
 def test_gradients_where_the_result_is_made_again(placed: Any, name: str, alpha: float, kind: PlacementKind) -> None:
     placed(kind, alpha)
     report = assert_steps(small(name), BATCH)

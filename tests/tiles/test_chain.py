@@ -17,7 +17,7 @@ from torch import nn
 
 from benchmarks.tile_models import step, without_random_numbers
 from ds_memo.profile.live import LiveBytes
-from ds_memo.remat.checkpoint import CannotTile
+from ds_memo.remat.layer_call import CannotTile
 from ds_memo.sequence.carry import Carry
 from ds_memo.sequence.catch_mixers import calls_mixers, carrying
 from ds_memo.tiles import tile_runs

@@ -38,7 +38,7 @@ class Changes(Block):
 
 
 class ReadsItsQueries(Changes):
-    """What follows attention reads a product of the head that recipes leave out there."""
+    """What follows attention reads a product of the pre that recipes leave out there."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gate = torch.tanh(self.qkv(self.norm1(x))[..., :HIDDEN]) if self.extra else 0
@@ -121,7 +121,7 @@ def work_and_ops(name: str, patch: Patch, alpha: float) -> tuple[Work, int]:
     begin = layer.TiledCall.forward
 
     def forward(self: Any, hidden: torch.Tensor) -> torch.Tensor:
-        works.append(self._remat.work)
+        works.append(self._host.work)
         return begin(self, hidden)
 
     patch.setattr(layer.TiledCall, "forward", forward)
@@ -215,7 +215,7 @@ def test_a_checkpoint_inside_a_layer_is_a_direct_call(monkeypatch: Patch) -> Non
         Asks.inside.clear()
         step(model, BATCH)
         assert_was_tiled(handle.report())
-    runs = 4 + 2  # for each tile of each layer: the head four times, the tail twice
+    runs = 4 + 2  # for each tile of each layer: the pre four times, the post twice
     assert Asks.inside == [True] * runs * 4 * 2
 
 

@@ -90,7 +90,7 @@ def wrong_group_of_heads(right: Any, mode: Any, index: int, op: Any) -> Any:
         mode._heads = own
 
 
-def leave_out_a_product_of_the_head(right: Any, recipe: Any) -> Any:
+def leave_out_a_product_of_the_pre(right: Any, recipe: Any) -> Any:
     """A recipe that says the first product is not needed for attention's arguments."""
     found = right(recipe)
     return replace(found, ops=[replace(found.ops[0], wanted=False), *found.ops[1:]])
@@ -122,19 +122,19 @@ FAULTS: dict[Callable[..., Any], tuple[Any, str]] = {
     corrupt_a_kept_number: (SwapEngine, "_reload"),
     wrong_group_of_heads: (modes.SupplyHeads, "_supplied"),
     forget_the_second_part_of_d_hidden: (TiledCall, "_tile_pre_backward"),
-    leave_out_a_product_of_the_head: (recipes.TileRecipe, "pre_backward"),
+    leave_out_a_product_of_the_pre: (recipes.TileRecipe, "pre_backward"),
     last_tile_left_out: (layer.GradientSums, "backward"),
     transposed_wrongly: (weight_gradients, "_plus_product"),
     result_of_other_tokens: (TiledCall, "_tile_post"),
 }
-FAMILY = {leave_out_a_product_of_the_head: "qwen3"}
+FAMILY = {leave_out_a_product_of_the_pre: "qwen3"}
 """Llama's queries are not needed for the backward of its rotary embedding; Qwen-3's norm needs them."""
 
 
 @pytest.mark.parametrize("fault", everyday(FAULTS, [*FAULTS][:6:2]))
 def test_is_caught_by_gradients(fault: Callable[..., Any], monkeypatch: Patch) -> None:
     owner, name = FAULTS[fault]
-    if fault is leave_out_a_product_of_the_head:
+    if fault is leave_out_a_product_of_the_pre:
         right = owner.pre_backward.func
         monkeypatch.setattr(owner, name, property(lambda recipe: fault(right, recipe)))
     else:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import ds_memo
-from ds_memo.remat.checkpoint import CannotTile
+from ds_memo.remat.layer_call import CannotTile
 from ds_memo.tiles.check.probe import probe
 from ds_memo.tiles.slices import Arguments
 from tests.everyday import everyday

@@ -97,7 +97,7 @@ part, before = next(parts), torch.cuda.memory_allocated()
 if sys.argv[-1] == "order":
     with Unordered() as found:
         train(part)
-    print(f"{found.checked:,} pairs of accesses on two streams, {len(found.races)} that nothing orders", *found.races, sep="\n")
+    print(found)
     sys.exit()
 emulated_ranks.most_received.clear()
 layers = InLayers(model.model)

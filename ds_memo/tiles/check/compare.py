@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ds_memo.remat.autocast import autocast_now
-from ds_memo.remat.checkpoint import CannotTile
+from ds_memo.remat.layer_call import CannotTile
 from ds_memo.tiles.check.choices import Choices
 
 _NEAR = 4

@@ -145,7 +145,8 @@ def _probe(module: nn.Module, forward: Callable[..., Any], arguments: Arguments,
             with choices:
                 expected = run()
             tiles = [own.tile(part(x, span, 1), span) for span in spans]
-            attention, got = None, []
+            attention: AttentionShapes | None = None
+            got: list[Any] = []
             if attends:
                 calls = _one_after_another(to_attention, tiles, spans, striped, choices)
                 attention, got = _attention_shapes(calls, tiles, spans, x, parameters)
@@ -241,7 +242,8 @@ def _attention_shapes(
         raise CannotTile("attention gets a tensor without tokens that needs a gradient and is no parameter")
     result = one_tensor("attention", first.stand_in(), first.result_dim())
     gathered = Gathered(dims, *x.shape[:2])
-    for call, span, (*_, call.cut_from) in zip(calls, spans, tiles, strict=True):
+    for call, span, (*_, cut_from) in zip(calls, spans, tiles, strict=True):
+        call.cut_from = cut_from
         gathered.add(span, call)
     return AttentionShapes(tuple(dims), differentiable, result, first.is_sdpa), gathered.leaves
 

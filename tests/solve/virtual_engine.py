@@ -1,8 +1,8 @@
-"""Simulate a step in virtual time: layers through three streams and files, driven by the real engine.
+"""The real engine in virtual time: the truth that the solver's schedule is compared with.
 
-`ds_memo.swap.engine.SwapEngine` itself runs here, over `ds_memo.nvme.home.FileHome` if there are drives. So the schedule cannot
-differ from the real one. Its streams and files only keep time, its tensors only know their bytes, and this module advances the
-compute clock as kernels would. The host issues work as compute reaches it: where it waits for files, compute waits.
+`ds_memo.swap.engine.SwapEngine` itself runs here, over `ds_memo.nvme.home.FileHome` if there are drives. Streams and files only
+keep time, tensors only know their bytes, and the layers advance the compute clock as kernels would. The host issues work as
+compute reaches it: where it waits for files, compute waits.
 """
 
 from __future__ import annotations
@@ -17,37 +17,10 @@ from ds_memo.nvme import file_protocol
 from ds_memo.nvme.home import FileHome
 from ds_memo.placement import Placement, PlacementKind
 from ds_memo.solve.run_costs import LayerCosts, NvmeCosts, Output, RunCosts, TileCosts
+from ds_memo.solve.schedule import Step
 from ds_memo.swap.engine import SwapEngine
 from ds_memo.swap.frame import Frame
 from ds_memo.swap.stream_protocol import COMPUTE, D2H, H2D
-
-WRITE, READ = "nvme write", "nvme read"
-"""The two directions of the drives, as streams of a timeline."""
-MOST_TILES = 1024
-"""Tiles of a layer that are simulated. Of more, neighbours run as one: that is off by about one of these, 0.1 % of the layer."""
-
-
-class Span(NamedTuple):
-    """One operation of a stream, or a stall of compute. Seconds from the start of the step."""
-
-    stream: str
-    name: str
-    kind: str
-    """forward, backward, replay, head, offload, reload, write, read, stall, nvme stall."""
-    layer: int
-    begin: float
-    end: float
-
-
-@dataclass(frozen=True)
-class Simulated:
-    """The result for one forward and backward."""
-
-    seconds: float
-    d2h_stall_s: float
-    h2d_stall_s: float
-    spans: tuple[Span, ...]
-    nvme_stall_s: float = 0.0
 
 
 class Moment(NamedTuple):
@@ -65,7 +38,6 @@ class VirtualStreams:
     h2d_bytes_per_s: float
     now: dict[str, float] = field(default_factory=lambda: {COMPUTE: 0.0, D2H: 0.0, H2D: 0.0})
     stalls: dict[str, float] = field(default_factory=lambda: {D2H: 0.0, H2D: 0.0})
-    spans: list[Span] = field(default_factory=list)
 
     def mark(self, stream: str) -> Moment:
         return Moment(stream, self.now[stream])
@@ -76,23 +48,15 @@ class VirtualStreams:
             self.now[stream] = event.at
             if stream == COMPUTE:
                 self.stalls[event.stream] += event.at - begin
-                self.spans.append(Span(COMPUTE, f"waits for {event.stream}", "stall", -1, begin, event.at))
 
     def done(self, event: Moment) -> bool:
         return event.at <= self.now[COMPUTE]
 
     def copy(self, stream: str, dst: Virtual, src: Virtual) -> None:
-        rate = self.d2h_bytes_per_s if stream == D2H else self.h2d_bytes_per_s
-        begin = self.now[stream]
-        self.now[stream] = begin + src.nbytes / rate
-        kind = "offload" if stream == D2H else "reload"
-        self.spans.append(Span(stream, f"{kind} of layer {src.layer}", kind, src.layer, begin, self.now[stream]))
+        self.now[stream] += src.nbytes / (self.d2h_bytes_per_s if stream == D2H else self.h2d_bytes_per_s)
 
-    def compute(self, name: str, kind: str, layer: int, seconds: float) -> None:
-        begin = self.now[COMPUTE]
-        self.now[COMPUTE] = begin + seconds
-        if seconds > 0:
-            self.spans.append(Span(COMPUTE, name, kind, layer, begin, self.now[COMPUTE]))
+    def compute(self, seconds: float) -> None:
+        self.now[COMPUTE] += seconds
 
     def current(self) -> None:
         return None
@@ -107,9 +71,8 @@ class VirtualStreams:
 
 @dataclass(eq=False, slots=True)
 class Virtual:
-    """A number of bytes of a layer: a tensor, what a frame keeps of it (ds_memo.swap.frame.Kept), and where it is on the host."""
+    """A number of bytes: a tensor, what a frame keeps of it (ds_memo.swap.frame.Kept), and where it is on the host."""
 
-    layer: int
     nbytes: float
     index: int = 0
     """Among the tensors of its frame."""
@@ -168,7 +131,7 @@ class VirtualSlab:
         if nbytes > self.left:
             _no_room(f"host memory for {wanted_by}")
         self.left -= nbytes
-        return Virtual(-1, nbytes)
+        return Virtual(nbytes)
 
     def free(self, block: Virtual) -> None:
         self.left += block.nbytes
@@ -189,38 +152,35 @@ class VirtualFiles:
         self.stall_s = 0.0
         self.costs = costs
         self.streams = streams
-        self.now = {WRITE: 0.0, READ: 0.0}
+        self.written = self.read_until = 0.0
         self._left = costs.budget
-        self._names: dict[file_protocol.Extent, str] = {}
+        self._extents: list[file_protocol.Extent] = []
 
     def extent(self, nbytes: int, wanted_by: str) -> file_protocol.Extent:
         if nbytes > self._left:
             _no_room(f"files for {wanted_by}")
         self._left -= nbytes
         extent = file_protocol.Extent(0, nbytes)
-        self._names[extent] = wanted_by
+        self._extents.append(extent)
         return extent
 
     def free(self, extent: file_protocol.Extent) -> None:
-        del self._names[extent]
+        self._extents.remove(extent)
         self._left += extent.nbytes
 
     def extents(self) -> list[file_protocol.Extent]:
-        return list(self._names)
+        return list(self._extents)
 
     def write(self, block: Virtual, extent: file_protocol.Extent, after: tuple[Moment, ...]) -> VirtualTransfer:
-        return self._transfer(WRITE, "write", extent, self.costs.write_bytes_per_s, after)
+        self.written = self._over(self.written, extent.nbytes / self.costs.write_bytes_per_s, after)
+        return VirtualTransfer(self.written)
 
     def read(self, extent: file_protocol.Extent, block: Virtual, after: tuple[Moment, ...]) -> VirtualTransfer:
-        return self._transfer(READ, "read", extent, self.costs.read_bytes_per_s, after)
+        self.read_until = self._over(self.read_until, extent.nbytes / self.costs.read_bytes_per_s, after)
+        return VirtualTransfer(self.read_until)
 
-    def _transfer(
-        self, stream: str, kind: str, extent: file_protocol.Extent, bytes_per_s: float, after: tuple[Moment, ...]
-    ) -> VirtualTransfer:
-        begin = max(self.now[stream], self.streams.now[COMPUTE], *(event.at for event in after))
-        end = self.now[stream] = begin + extent.nbytes / bytes_per_s
-        self.streams.spans.append(Span(stream, f"{kind} of {self._names[extent]}", kind, -1, begin, end))
-        return VirtualTransfer(end)
+    def _over(self, free_at: float, seconds: float, after: tuple[Moment, ...]) -> float:
+        return max(free_at, self.streams.now[COMPUTE], *(event.at for event in after)) + seconds
 
     def done(self, transfer: VirtualTransfer) -> bool:
         return transfer.at <= self.streams.now[COMPUTE]
@@ -229,7 +189,6 @@ class VirtualFiles:
         if transfer.at > compute.at:
             self.streams.now[COMPUTE] = transfer.at
             self.stall_s += transfer.at - compute.at
-            self.streams.spans.append(Span(COMPUTE, "waits for nvme", "nvme stall", -1, compute.at, transfer.at))
 
     def wait_beside(self, transfer: VirtualTransfer, compute: Moment) -> bool:
         return self.done(transfer)  # here the host issues as compute reaches it: `compute` is over
@@ -239,7 +198,7 @@ class VirtualFiles:
     def close(self) -> None: ...
 
 
-def simulate(run: RunCosts, placements: Sequence[Placement]) -> Simulated:
+def simulate(run: RunCosts, placements: Sequence[Placement]) -> Step:
     """Drive the engine through one forward and backward.
 
     Args:
@@ -259,14 +218,12 @@ def simulate(run: RunCosts, placements: Sequence[Placement]) -> Simulated:
     for index, (layer, placement) in enumerate(zip(run.layers, placements, strict=True)):
         layers.append(_driver(layer, placement)(engine, streams, index, layer, placement))
         layers[-1].forward()
-    streams.compute("head and loss", "head", -1, run.head_s)
+    streams.compute(run.head_s)
     while layers:
         layers.pop().backward()
     stalls = streams.stall_s()
-    seconds, nvme_stall_s = streams.now[COMPUTE], 0.0 if files is None else files.stall_s
     engine.close()
-    spans = tuple(sorted(streams.spans, key=lambda span: span.begin))
-    return Simulated(seconds, stalls[D2H], stalls[H2D], spans, nvme_stall_s)
+    return Step(0.0, streams.now[COMPUTE], stalls[D2H], stalls[H2D], 0.0 if files is None else files.stall_s)
 
 
 def _no_room(what: str) -> NoReturn:
@@ -293,7 +250,7 @@ class _Whole:
             streams.now[COMPUTE] = began + output.born * layer.forward_s
             self._keep(frame, [slot])
         streams.now[COMPUTE] = began
-        self._compute("forward", "forward", layer.forward_s)
+        self.streams.compute(layer.forward_s)
         self.engine.end(frame)
 
     def backward(self) -> None:
@@ -301,19 +258,16 @@ class _Whole:
         self.engine.bring_back(self.frame)
         if placement.kind is not PlacementKind.NO_RECOMPUTE:
             attention_s = layer.attention_s if placement.kind.recomputes_attention else 0.0
-            self._compute("replay", "replay", layer.replay_s + (1 - placement.decided_alpha) * layer.gemm_s + attention_s)
+            self.streams.compute(layer.replay_s + (1 - placement.decided_alpha) * layer.gemm_s + attention_s)
         self.engine.replayed(self.frame)
-        self._compute("backward", "backward", layer.backward_s)
-
-    def _compute(self, name: str, kind: str, seconds: float) -> None:
-        self.streams.compute(f"{name} of layer {self.index}", kind, self.index, seconds)
+        self.streams.compute(layer.backward_s)
 
     def _adopt(self, frame: Frame, nbytes: Iterable[float], host_bytes: int) -> list[Virtual | None]:
         """Set what a frame will keep, and the bytes of its host block. None: an output of no bytes."""
         kept: list[Virtual] = []
         slots: list[Virtual | None] = []
         for size in nbytes:
-            slots.append(Virtual(self.index, size, len(kept)) if size > 0 else None)
+            slots.append(Virtual(size, len(kept)) if size > 0 else None)
             kept += slots[-1:] if size > 0 else []  # type: ignore[arg-type]
         self.engine.adopt(frame, VirtualLayout(kept, host_bytes))
         return slots
@@ -328,18 +282,18 @@ class _InTiles(_Whole):
     """A layer in tiles: the engine's methods in the order in which ds_memo.tiles.layer calls them.
 
     Of attention's outputs the first, its result, is cut into tiles; others are in attention's frame. If the result is not stored,
-    or differs from what the kernel returned, none is cut, and the backward begins with the heads.
+    or differs from what the kernel returned, none is cut, and the backward begins with the pre.
     """
 
     def forward(self) -> None:
         engine, layer, tiles = self.engine, self.layer, self._tiles
-        self._count = min(tiles.count, MOST_TILES)
-        stored = tiles.stored(self.placement.decided_alpha) * self._count // tiles.count
+        self._count = tiles.count
+        stored = tiles.stored(self.placement.decided_alpha)
         self._whole_tiles = {number * self._count // stored for number in range(stored)}
         at = next((i for i, output in enumerate(layer.outputs) if output.role == "attention"), len(layer.outputs))
         attended_s = layer.forward_s * (layer.outputs[at].born if at < len(layer.outputs) else 1.0)
         of_attention = [output for output in layer.outputs if output.role == "attention"]
-        result = [] if self._begins_with_heads else of_attention[:1]
+        result = [] if self._begins_with_pre else of_attention[:1]
         apart, with_gemms, without = layer.tile_blocks(self.placement.kind)
         of_tile = [*layer.outputs[:at], *result, *(output for output in layer.outputs[at:] if output.role != "attention")]
 
@@ -352,20 +306,20 @@ class _InTiles(_Whole):
             frame = engine.begin(f"layer {self.index}, tile {number}", self.placement)
             frame.ahead = True
             self._frames.append(frame)
-            host_bytes = (with_gemms if number in self._whole_tiles else without) * tiles.count // self._count
+            host_bytes = with_gemms if number in self._whole_tiles else without
             slots.append(self._adopt(frame, [self._bytes_in_tile(output, number) for output in of_tile], host_bytes))
             self._keep(frame, slots[-1][:1])  # the input
-            self._compute(f"head of tile {number}", "forward", (attended_s - layer.attention_s) / self._count)
+            self.streams.compute((attended_s - layer.attention_s) / self._count)
             self._keep(frame, slots[-1][1:at])
         engine.let_go_but(0)
-        self._compute("attention", "forward", layer.attention_s)
+        self.streams.compute(layer.attention_s)
         if self._attention is not None:
             kept = [output.nbytes for output in of_attention[len(result) :]]
             self._keep(self._attention, self._adopt(self._attention, kept, apart))
             engine.end(self._attention)
         for number, frame in enumerate(self._frames):
             self._keep(frame, slots[number][at : at + len(result)])
-            self._compute(f"tail of tile {number}", "forward", (layer.forward_s - attended_s) / self._count)
+            self.streams.compute((layer.forward_s - attended_s) / self._count)
             self._keep(frame, slots[number][at + len(result) :])
             engine.end(frame)
             if number in self._whole_tiles:
@@ -374,42 +328,42 @@ class _InTiles(_Whole):
     def backward(self) -> None:
         engine, layer, tiles, last = self.engine, self.layer, self._tiles, self._frames[-1]
         below = [self._attention or last, *self._frames]
-        attention_s = layer.backward_s + layer.replay_s + layer.gemm_s - tiles.tails_backward_s - tiles.heads_backward_s
-        if self._begins_with_heads:
-            self._run_heads_again(below)
+        attention_s = layer.backward_s + layer.replay_s + layer.gemm_s - tiles.post_backward_s - tiles.pre_backward_s
+        if self._begins_with_pre:
+            self._run_pre_again(below)
             if self._attention is not None:
                 engine.bring_back(self._attention, then=last)
-                attention_s -= tiles.heads_again_s  # in the seconds of the backward
+                attention_s -= tiles.pre_again_s  # in the seconds of the backward
             else:
-                self._compute("attention again", "replay", layer.attention_s)
+                self.streams.compute(layer.attention_s)
         for number, frame in reversed(list(enumerate(self._frames))):
             engine.bring_back(frame, then=below[number], again=True)
-            seconds = tiles.tails_backward_s - (layer.gemm_s if number in self._whole_tiles else 0.0)
-            self._compute(f"tail's backward of tile {number}", "backward", seconds / self._count)
+            seconds = tiles.post_backward_s - (layer.gemm_s if number in self._whole_tiles else 0.0)
+            self.streams.compute(seconds / self._count)
             engine.replayed(frame)
             frame.first_only = True
-        if self._attention is not None and not self._begins_with_heads:
+        if self._attention is not None and not self._begins_with_pre:
             engine.bring_back(self._attention, then=last)
-        self._compute("attention's backward", "backward", attention_s)
+        self.streams.compute(attention_s)
         if self._attention is not None:
             engine.replayed(self._attention)
-        for number, frame in reversed(list(enumerate(self._frames))):
+        for frame in reversed(self._frames):
             engine.bring_back(frame)
             frame.first_only = False
-            self._compute(f"head's backward of tile {number}", "backward", tiles.heads_backward_s / self._count)
+            self.streams.compute(tiles.pre_backward_s / self._count)
             engine.replayed(frame)
 
-    def _run_heads_again(self, below: Sequence[Frame]) -> None:
+    def _run_pre_again(self, below: Sequence[Frame]) -> None:
         for frame in self._frames:
             frame.first_only = True
         for number, frame in reversed(list(enumerate(self._frames))):
             self.engine.bring_back(frame, then=below[number], again=True)
             frame.first_only = False
-            self._compute(f"head of tile {number} again", "replay", self._tiles.heads_again_s / self._count)
+            self.streams.compute(self._tiles.pre_again_s / self._count)
             self.engine.replayed(frame)
 
     @property
-    def _begins_with_heads(self) -> bool:
+    def _begins_with_pre(self) -> bool:
         return self.placement.kind.recomputes_attention or self._tiles.result_differs
 
     @property

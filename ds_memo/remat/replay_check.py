@@ -26,7 +26,7 @@ DIFFERS = (
 )
 
 
-class Samples:
+class ReplayCheck:
     """Values of the tensors that autograd saved in a call.
 
     Args:
@@ -38,7 +38,7 @@ class Samples:
         self._taken: list[torch.Tensor] | None = []
         """None: compared."""
 
-    def take(self, tensor: torch.Tensor) -> None:
+    def sample(self, tensor: torch.Tensor) -> None:
         if self._taken is not None:
             self._taken.append(_some_of(tensor))
 

@@ -10,7 +10,7 @@ from ds_memo.solve.run_costs import LayerCosts, RunCosts, TileCosts
 
 @dataclass(slots=True)
 class Durations:
-    """Those seconds of a leg that depend on alpha. A schedule reads them some thousand times: slots are fast."""
+    """Those seconds of a layer that depend on alpha. A schedule reads them some thousand times: slots are fast."""
 
     copies_s: float
     """Copies to the host, one after another."""
@@ -21,10 +21,12 @@ class Durations:
     """With the replay; in tiles, with the waits for reloads."""
     waits_s: float
     """Part of the backward in tiles that waits for reloads."""
+    replay_s: float
+    """Part of the backward that computes outputs again. That of a tile is not told apart."""
 
 
 @dataclass(frozen=True)
-class Leg:
+class LayerTiming:
     """One layer with one kind of placement."""
 
     forward_s: float
@@ -33,6 +35,8 @@ class Leg:
     """At alpha 0."""
     saved_s: float
     """Seconds of the replay that alpha 1 saves."""
+    again_s: float = 0.0
+    """Part of the replay before the first tile's backward."""
     copies: tuple[tuple[float, float, float], ...] = ()
     """To the host, each (seconds after the layer began, seconds at alpha 0, additional seconds at alpha 1). Empty: the frame
     stays on the device."""
@@ -44,24 +48,26 @@ class Leg:
     """Not None: a swapped frame is reloaded tile by tile, during the layer's own backward."""
     reload_input_s: float = 0.0
     reload_first_s: float = 0.0
-    """Seconds to reload attention's frame behind the heads that a backward in tiles begins with."""
-    heads_again_s: float | None = None
-    """Seconds of those heads; None: it does not begin with them."""
-    heads_s: float = 0.0
+    """Seconds to reload attention's frame behind the pre that a backward in tiles begins with."""
+    pre_again_s: float | None = None
+    """Seconds of that pre; None: the backward does not begin with it."""
+    pre_s: float = 0.0
     attended_s: float = 0.0
     """Seconds before attention, and until it is over, in a forward in tiles."""
 
     @classmethod
-    def of(cls, layer: LayerCosts, run: RunCosts, kind: PlacementKind) -> Leg:
+    def of(cls, layer: LayerCosts, run: RunCosts, kind: PlacementKind) -> LayerTiming:
         replay_s = 0.0 if kind is PlacementKind.NO_RECOMPUTE else layer.replay_s
         replay_s += 0.0 if kind >= PlacementKind.ON_DEVICE else layer.gemm_s
         replay_s += layer.attention_s if kind.recomputes_attention else 0.0
         tiles = None if kind is PlacementKind.NO_RECOMPUTE else layer.in_tiles
-        begins_with_heads = tiles is not None and (kind.recomputes_attention or tiles.result_differs)
+        again_s, begins_with_pre = layer.attention_s if kind.recomputes_attention else 0.0, False
+        if tiles is not None and (kind.recomputes_attention or tiles.result_differs):
+            again_s, begins_with_pre = again_s + tiles.pre_again_s, True
         if tiles is not None and kind.recomputes_attention and not tiles.result_differs:
-            replay_s += tiles.heads_again_s
+            replay_s += tiles.pre_again_s
         if kind.on_device:
-            return cls(layer.forward_s, layer.backward_s, replay_s, saved_s=0.0, tiles=tiles)
+            return cls(layer.forward_s, layer.backward_s, replay_s, 0.0, again_s, tiles=tiles)
         copies: list[tuple[float, float, float]] = []
         whole = split = first = 0
         for output in layer.outputs:
@@ -70,7 +76,7 @@ class Leg:
                 split += output.nbytes
                 copies.append((born_s, 0.0, seconds))
             elif output.role != "attention" or not kind.recomputes_attention:
-                if output.role == "attention" and begins_with_heads:
+                if output.role == "attention" and begins_with_pre:
                     first += output.nbytes
                 else:
                     whole += output.nbytes
@@ -81,6 +87,7 @@ class Leg:
             backward_s=layer.backward_s,
             replay_s=replay_s,
             saved_s=layer.gemm_s,
+            again_s=again_s,
             copies=tuple(copies),
             reload_s=whole / run.h2d_bytes_per_s,
             reload_per_alpha=split / run.h2d_bytes_per_s,
@@ -88,16 +95,19 @@ class Leg:
             tiles=tiles,
             reload_input_s=layer.nbytes("input") / run.h2d_bytes_per_s,
             reload_first_s=first / run.h2d_bytes_per_s,
-            heads_again_s=tiles.heads_again_s if tiles is not None and begins_with_heads else None,
-            heads_s=max(0.0, attended_s - layer.attention_s) if tiles else 0.0,
+            pre_again_s=tiles.pre_again_s if tiles is not None and begins_with_pre else None,
+            pre_s=max(0.0, attended_s - layer.attention_s) if tiles else 0.0,
             attended_s=attended_s if tiles else 0.0,
         )
 
     def at(self, alpha: float) -> Durations:
-        backward_s, waits_s = self.backward_s + self.replay_s - self.saved_s * alpha, 0.0
-        if self.tiles is not None and self.copies:
-            backward_s, waits_s = self._backward_in_tiles(alpha)
-        return Durations(*self.copies_at(alpha), self.reload_s + self.reload_per_alpha * alpha, backward_s, waits_s)
+        replay_s, waits_s = self.replay_s - self.saved_s * alpha, 0.0
+        backward_s = self.backward_s + replay_s
+        if self.tiles is not None:
+            replay_s = self.again_s
+            if self.copies:
+                backward_s, waits_s = self._backward_in_tiles(alpha)
+        return Durations(*self.copies_at(alpha), self.reload_s + self.reload_per_alpha * alpha, backward_s, waits_s, replay_s)
 
     def copies_at(self, alpha: float, until: float = float("inf")) -> tuple[float, float]:
         """Return `copies_s` and `copied_s` of the copies that begin before `until`, in seconds after the layer began."""
@@ -116,29 +126,22 @@ class Leg:
         evenly among the others: as long as these are more, each of them stands between two of the others.
         """
         assert self.tiles is not None
-        count, heads_s = self.tiles.count, self.tiles.heads_backward_s
-        computed = self.tiles.tails_backward_s / count, (self.tiles.tails_backward_s - self.saved_s) / count
+        count, pre_s = self.tiles.count, self.tiles.pre_backward_s
+        computed = self.tiles.post_backward_s / count, (self.tiles.post_backward_s - self.saved_s) / count
         reloaded = self.reload_s / count, (self.reload_s + self.reload_per_alpha) / count
         both_0, both_1 = max(computed[0], reloaded[0]), max(computed[1], reloaded[1])
         mixed = max(computed[0], reloaded[1]) + max(computed[1], reloaded[0])
         others = both_0 if alpha <= 0.5 else both_1
-        tails_s = count * (abs(1 - 2 * alpha) * others + min(alpha, 1 - alpha) * mixed)
-        attention_s = self.backward_s + self.replay_s - self.tiles.tails_backward_s - heads_s
-        waits_s = max(0.0, self.reload_input_s - heads_s)
-        if self.heads_again_s is not None:
-            waits_s += max(0.0, self.reload_input_s - self.heads_again_s)
-            waits_s += max(0.0, self.reload_first_s - self.heads_again_s / count)
-        backward_s = tails_s + attention_s + heads_s + waits_s
-        return backward_s, tails_s - (self.tiles.tails_backward_s - self.saved_s * alpha) + waits_s
+        post_s = count * (abs(1 - 2 * alpha) * others + min(alpha, 1 - alpha) * mixed)
+        attention_s = self.backward_s + self.replay_s - self.tiles.post_backward_s - pre_s
+        waits_s = max(0.0, self.reload_input_s - pre_s)
+        if self.pre_again_s is not None:
+            waits_s += max(0.0, self.reload_input_s - self.pre_again_s)
+            waits_s += max(0.0, self.reload_first_s - self.pre_again_s / count)
+        backward_s = post_s + attention_s + pre_s + waits_s
+        return backward_s, post_s - (self.tiles.post_backward_s - self.saved_s * alpha) + waits_s
 
-    def first_pass(self, alpha: float) -> tuple[list[float], list[float]]:
-        """Return the seconds to compute and to reload each tile in the pass that a backward in tiles begins with."""
+    def first_pass_s(self, alpha: float) -> float:
+        """Return the seconds of the pass over tiles that a backward begins with, without waits."""
         assert self.tiles is not None
-        count, stored = self.tiles.count, self.tiles.stored(alpha)
-        if self.heads_again_s is not None:
-            return [self.heads_again_s / count] * count, [self.reload_input_s / count] * count
-        computes, reloads = [self.tiles.tails_backward_s / count] * count, [self.reload_s / count] * count
-        for number in range(stored):
-            computes[number * count // stored] -= self.saved_s / count
-            reloads[number * count // stored] += self.reload_per_alpha / count
-        return computes, reloads
+        return self.tiles.post_backward_s - self.saved_s * alpha if self.pre_again_s is None else self.pre_again_s

@@ -12,12 +12,15 @@ of them as it needs room.
 from __future__ import annotations
 
 import math
+from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from ds_memo.solve.legs import Leg
-from ds_memo.solve.run_costs import NvmeCosts
+from ds_memo.solve.layer_timing import LayerTiming
+from ds_memo.solve.run_costs import RunCosts
+from ds_memo.solve.timeline import READ, WRITE, Note, not_noted
+from ds_memo.swap.stream_protocol import COMPUTE
 
 _ROUNDING = 1e-3
 """Bytes; sums of equal blocks are off by less."""
@@ -46,49 +49,56 @@ class _Blocks:
             return self.first_written
         return self.first_written + (number - 1) / (self.count - 1) * (self.last_written - self.first_written)
 
-    def read_at(self) -> list[float]:
-        """Return the moment when each is on the host."""
-        found = [0.0] * self.count
+    def late(self, now: float, pass_s: float) -> float:
+        """Return how long a pass over them waits, last to first.
+
+        Args:
+            now: when it begins.
+            pass_s: what it takes if it waits for none.
+        """
+        each_s, most = pass_s / self.count, 0.0
         for low, high, begin, end in self.reads:
-            each = (end - begin) / (high - low)
-            found[low:high] = [end - (number - low) * each for number in range(low, high)]
-        return found
+            first = begin + (end - begin) / (high - low)
+            most = max(most, first - now - (self.count - high) * each_s, end - now - (self.count - 1 - low) * each_s)
+        return most
 
 
-class Files:
+class FileClocks:
     """The clocks of writes and reads, and the host's room.
 
     Args:
-        legs: one per layer.
+        timings: one per layer.
         blocks: bytes of each layer's host blocks.
         apart: bytes of attention's, of a layer in tiles that has a frame for it.
         files: the swapped blocks of the first so many layers are written.
+        note: as in Schedule.at.
     """
 
     def __init__(
         self,
-        nvme: NvmeCosts,
-        host_budget: int,
-        legs: Sequence[Leg],
+        run: RunCosts,
+        timings: Sequence[LayerTiming],
         blocks: Sequence[int],
         apart: Sequence[int],
         alpha: float,
         files: int,
+        note: Note = not_noted,
     ) -> None:
+        assert run.nvme is not None
         self.stall_s = 0.0
         """Seconds that compute waited for files."""
-        self._nvme, self._host_budget, self._legs, self._alpha, self._files = nvme, host_budget, legs, alpha, files
+        self._nvme, self._host_budget, self._note = run.nvme, run.host_budget, note
+        self._timings, self._alpha, self._files = timings, alpha, files
         self._begins = [0, *accumulate(blocks)]
-        self._blocks = [_blocks(*of_layer) for of_layer in zip(legs, self._begins, blocks, apart, strict=False)]
+        self._blocks = [_blocks(*of_layer) for of_layer in zip(timings, self._begins, blocks, apart, strict=False)]
         self._in_order = [blocks for of_layer in self._blocks for blocks in of_layer]
         self._write = self._read = 0.0
         self._at = 0
         """Number in order: the forward drops what is below, the backward has read what is above."""
-        self._first_passes: dict[Leg, tuple[list[float], list[float], float]] = {}
-        """Seconds to compute and to reload each tile, and of all if no read is late."""
 
     def _wait(self, now: float, until: float) -> float:
         """Let compute wait, and return when it goes on."""
+        self._note(COMPUTE, "nvme stall", -1, now, until)
         self.stall_s += max(0.0, until - now)
         return max(now, until)
 
@@ -96,12 +106,12 @@ class Files:
 
     def make_room(self, index: int, now: float) -> float:
         """Wait until the host has room for a layer's blocks, each as it is allocated: tiles' one after another in the layer's
-        heads, attention's behind it. Return when compute goes on."""
+        pre, attention's behind it. Return when compute goes on."""
         *apart, tiles = self._blocks[index]
-        begin, leg, budget = self._begins[index], self._legs[index], self._host_budget
+        begin, timing, budget = self._begins[index], self._timings[index], self._host_budget
         now = self._drop(begin + tiles.nbytes - budget, now, 0.0)
-        now = self._drop(begin + tiles.count * tiles.nbytes - budget, now, leg.heads_s * (1 - 1 / tiles.count))
-        return self._drop(self._begins[index + 1] - budget, now, leg.attended_s) if apart else now
+        now = self._drop(begin + tiles.count * tiles.nbytes - budget, now, timing.pre_s * (1 - 1 / tiles.count))
+        return self._drop(self._begins[index + 1] - budget, now, timing.attended_s) if apart else now
 
     def _drop(self, position: float, now: float, after: float) -> float:
         """Free the host of all blocks up to a position, `after` seconds from now: compute waits until they are written."""
@@ -124,19 +134,22 @@ class Files:
             before: when the copies of the layers before it are over.
             out: when its own are.
         """
-        leg, all_sent = self._legs[index], max(now, out)
+        timing, all_sent = self._timings[index], max(now, out)
         sent = all_sent
-        if leg.tiles is not None:  # when attention is over, and all copies of what is before; a tile's with its part of the rest
-            copies_s, copied_s = leg.copies_at(self._alpha, until=leg.attended_s)
-            sent = max(began + leg.attended_s, before + copies_s, began + copied_s)
+        if (
+            timing.tiles is not None
+        ):  # when attention is over, and all copies of what is before; a tile's with its part of the rest
+            copies_s, copied_s = timing.copies_at(self._alpha, until=timing.attended_s)
+            sent = max(began + timing.attended_s, before + copies_s, began + copied_s)
         for blocks in self._blocks[index]:
-            each = blocks.nbytes / self._nvme.write_bytes_per_s
+            each, begin = blocks.nbytes / self._nvme.write_bytes_per_s, max(self._write, sent)
             if blocks.count == 1:
-                blocks.first_written = blocks.last_written = self._write = max(self._write, sent) + each
+                blocks.first_written = blocks.last_written = self._write = begin + each
             else:
-                begin = max(self._write, sent + (leg.forward_s - leg.attended_s) / blocks.count)
+                begin = max(self._write, sent + (timing.forward_s - timing.attended_s) / blocks.count)
                 blocks.first_written = begin + each
                 blocks.last_written = self._write = max(begin + blocks.count * each, all_sent + each)
+            self._note(WRITE, "write", index, begin, self._write)
 
     # ---- backward
 
@@ -147,27 +160,15 @@ class Files:
                 now = self._wait(now, blocks.last_written)
         return now
 
-    def wait_for_tiles(self, index: int, now: float) -> tuple[float, float]:
-        """Wait for the blocks of a layer in tiles, as its backward comes to them.
-
-        Returns:
-            When compute goes on, and how much longer reloads make it wait.
-        """
+    def wait_for_tiles(self, index: int, now: float) -> float:
+        """Wait for the blocks of a layer in tiles, as its backward comes to them. Return when compute goes on."""
         *apart, tiles = self._blocks[index]
-        leg, longer_s = self._legs[index], 0.0
-        if tiles.reads and tiles.reads[-1][-1] > now:
-            if leg not in self._first_passes:
-                first_pass = leg.first_pass(self._alpha)
-                self._first_passes[leg] = *first_pass, _tile_by_tile(0.0, [0.0] * tiles.count, *first_pass)[0]
-            computes, reloads, at_best_s = self._first_passes[leg]
-            end, waited = _tile_by_tile(now, tiles.read_at(), computes, reloads)
-            later = end - now - at_best_s
-            self.stall_s += waited
-            now, longer_s = now + later, later - waited
+        timing = self._timings[index]
+        now = self._wait(now, now + tiles.late(now, timing.first_pass_s(self._alpha)))
         for attention in apart:  # wanted behind the first pass
             if attention.reads:
-                now = self._wait(now, attention.reads[-1][-1] - (leg.heads_again_s or 0.0))
-        return now, longer_s
+                now = self._wait(now, attention.reads[-1][-1] - (timing.pre_again_s or 0.0))
+        return now
 
     def is_read(self, index: int) -> float:
         """Return the moment when a whole layer's block is on the host."""
@@ -196,40 +197,19 @@ class Files:
                 begun = max(self._read, begin)
                 self._read = begun + number * blocks.nbytes / self._nvme.read_bytes_per_s
                 blocks.reads.append((blocks.in_file - number, blocks.in_file, begun, self._read))
+                self._note(READ, "read", bisect(self._begins, blocks.begin) - 1, begun, self._read)
                 blocks.in_file -= number
             if blocks.in_file:
                 return
             self._at -= 1
 
 
-def _blocks(leg: Leg, begin: int, nbytes: int, apart: int) -> list[_Blocks]:
+def _blocks(timing: LayerTiming, begin: int, nbytes: int, apart: int) -> list[_Blocks]:
     """Return a layer's blocks in the order of writes: attention's, if it has a frame of its own, and tiles'."""
     if nbytes == 0:
         return []
-    if leg.tiles is None:
+    if timing.tiles is None:
         return [_Blocks(begin, 1, nbytes)]
-    count = leg.tiles.count
+    count = timing.tiles.count
     first = [_Blocks(begin, 1, apart)] if apart else []
     return [*first, _Blocks(begin + apart, count, (nbytes - apart) / count)]
-
-
-def _tile_by_tile(now: float, read_at: list[float], computes: list[float], reloads: list[float]) -> tuple[float, float]:
-    """Return when a pass over a layer's tiles ends, last to first, and how long it waits for reads.
-
-    Args:
-        now: when it begins.
-        read_at: when each tile's block is on the host. A reload is issued one tile ahead if it is there by then.
-        computes, reloads: seconds of each.
-    """
-    waited, back, ahead = 0.0, now, False
-    for number in range(len(read_at) - 1, -1, -1):
-        if not ahead:
-            if (late := read_at[number] - now) > 0:
-                waited, now = waited + late, now + late
-            back = (now if now > back else back) + reloads[number]
-        if back > now:
-            now = back
-        if ahead := number > 0 and read_at[number - 1] <= now:
-            back = now + reloads[number - 1]
-        now += computes[number]
-    return now, waited
