@@ -44,7 +44,7 @@ def refuse_create_graph() -> None:
 
 
 def dropping() -> Any:
-    """Have autograd save nothing inside the block: the graph of a forward is not used."""
+    """Have autograd save nothing inside the block, where no backward uses the graph."""
     return torch.autograd.graph.saved_tensors_hooks(_drop, _drop)
 
 

@@ -47,9 +47,8 @@ class TiledAttention:
 
     Args:
         size: batch and length of the call.
-        groups: of heads, as asked for.
+        placement: of the call, before it is known whether the host has room.
         keeps_result: True if the tiles' frames keep the result, of which the kernel's output is a view if it is that.
-        recomputed: True if nothing is kept.
         striped: the order of its tokens; None: that of the parts.
     """
 
@@ -58,19 +57,19 @@ class TiledAttention:
         tiled: TiledLayer,
         host: LayerHost,
         size: tuple[int, int],
-        groups: int,
+        placement: Placement,
         keeps_result: bool,
-        recomputed: bool,
         striped: Striped | None,
     ) -> None:
         self._tiled = tiled
         self._shapes: AttentionShapes = tiled.shapes.attention
         self._recipes = tiled.attention_recipes
         self._size = size
-        self._groups = groups
-        self._whole = not (recomputed or keeps_result)
+        self._groups = placement.tiles.head_groups  # type: ignore[union-attr]
+        self._recomputed = placement.kind.recomputes_attention
+        """True if nothing is kept."""
+        self._whole = not (self._recomputed or keeps_result)
         """True if the frame keeps the kernel's output even if it is the result."""
-        self._recomputed = recomputed
         self._striped = striped
         self._host = host
         self._engine = host.engine
@@ -99,13 +98,13 @@ class TiledAttention:
 
     def run(self, gathered: Gathered) -> torch.Tensor:
         """Run attention and return its result. Keep what its backward needs; nothing, if that runs it again."""
-        self._ran_for = self._groups_of_ranks(gathered)
-        key, known = self._known(gathered)
         if not self._recomputed:
-            return self._run_and_keep(gathered, key, known)
+            return self._run_and_keep(gathered)
+        self._ran_for = self._groups_of_ranks(gathered)
+        known = self._known(gathered)[1]
         if known is None and torch.is_grad_enabled():  # it is analysed: may it run in tiles?
             self.begin(GEMMS_RECOMPUTED)
-            result = self._run_and_keep(gathered, key, known)
+            result = self._run_and_keep(gathered)
             self.release()
             return result
         if torch.is_grad_enabled():
@@ -114,13 +113,10 @@ class TiledAttention:
         with torch.no_grad():
             return self._result_by_group(gathered, functools.partial(self._begins, None))
 
-    def _run_and_keep(self, gathered: Gathered, key: Any, known: AttentionRecipe | None) -> torch.Tensor:
-        """Run attention, keep what its backward needs, close the frame, and return the result.
-
-        Args:
-            key: of the recipe.
-            known: the recipe; None: the call is analysed.
-        """
+    def _run_and_keep(self, gathered: Gathered) -> torch.Tensor:
+        """Run attention, keep what its backward needs, close the frame, and return the result."""
+        self._ran_for = self._groups_of_ranks(gathered)
+        key, known = self._known(gathered)
         self._engine.let_go_but(0)
         call = self._call
         assert call is not None
@@ -139,7 +135,7 @@ class TiledAttention:
                 result = self._result_by_group(gathered, functools.partial(self._begins, mode))
             if known is None:
                 assert self._generators is not None
-                known = self._settle(observed, result, draws=self._generators[0] != own_states(self._engine.device))
+                known = self._make_recipe(observed, result, draws=self._generators[0] != own_states(self._engine.device))
                 remember(self._recipes, key, known)
         except CannotTile as reason:
             self._tiled.attention_ran(str(reason))
@@ -216,7 +212,7 @@ class TiledAttention:
         refuse_other_gradients([result], tensor_leaves(leaves))
         return result
 
-    def _settle(self, observed: Observed, result: torch.Tensor, draws: bool) -> AttentionRecipe:
+    def _make_recipe(self, observed: Observed, result: torch.Tensor, draws: bool) -> AttentionRecipe:
         """Make the recipe of a call that was analysed, and keep this call's tensors by it."""
         call = self._call
         assert call is not None
@@ -230,7 +226,7 @@ class TiledAttention:
         for index, op in enumerate(observed.ops):
             if isinstance(op, ObservedSavedOp) and not op.recomputed:
                 for position, value in enumerate(op.outputs):
-                    if torch.is_tensor(value) and self._is(value, result):
+                    if torch.is_tensor(value) and self._is_result(value, result):
                         differs = False
                         if not self._whole:
                             shared = SharedOutput(index, position, tuple(value.shape), value.stride())
@@ -241,7 +237,7 @@ class TiledAttention:
         observed.forget()
         return AttentionRecipe(recipe, shared, differs, draws)
 
-    def _is(self, value: torch.Tensor, result: torch.Tensor) -> bool:
+    def _is_result(self, value: torch.Tensor, result: torch.Tensor) -> bool:
         """Return True if an op's output is attention's result, in the memory order that the backward rebuilds."""
         if storage_of(value) != storage_of(result) or value.numel() != result.numel():
             return False
@@ -260,21 +256,14 @@ class TiledAttention:
             call = self._call
             if call is None:
                 self.begin(GEMMS_RECOMPUTED)
-                self._ran_for = self._groups_of_ranks(gathered)
-                result = self._run_and_keep(gathered, *self._known(gathered))
+                result = self._run_and_keep(gathered)
                 assert self._call is not None and self._call.recipe is not None
                 self._host.work.attention_ops_recomputed += self._call.recipe.attention_ops // len(self._ran_for)
                 return result
             self._engine.bring_back(call.frame, then=then)
             return self._result_by_group(gathered, self._supplying)
 
-    def backward(
-        self,
-        sums: GradientSums,
-        gathered: Gathered,
-        d_result: torch.Tensor,
-        then: Frame,
-    ) -> None:
+    def backward(self, sums: GradientSums, gathered: Gathered, d_result: torch.Tensor, then: Frame) -> None:
         """Run the backward, a group of heads at a time. Gradients of attention's arguments overwrite them.
 
         Args:

@@ -20,7 +20,7 @@ tokens move, so that tiles of one number are one stretch of the sequence (ds_mem
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -122,8 +122,7 @@ class TiledCall:
         """True if the tiles' frames keep attention's result; else the backward makes it before it comes to the tiles."""
         self._attention: Any = None
         if tiled.shapes.attention is not None:
-            how = placement.tiles.head_groups, self._keeps_result, self._recomputes, self._striped
-            self._attention = TiledAttention(tiled, host, arguments.size, *how)
+            self._attention = TiledAttention(tiled, host, arguments.size, placement, self._keeps_result, self._striped)
         self._result: torch.Tensor | None = None
         """Attention's result where it stays on the device: the tiles' frames hold parts of it."""
         self._result_dtype: torch.dtype | None = None
@@ -180,8 +179,8 @@ class TiledCall:
             kind = self._kind(span)
             if kind in found:
                 continue
-            how = self._trains, torch.is_inference_mode_enabled(), module.training, self._autocast
-            key = kind, hidden.dtype, trained, how
+            modes = self._trains, torch.is_inference_mode_enabled(), module.training, self._autocast
+            key = kind, hidden.dtype, trained, modes
             recipes = self._tiled.recipes.get(key)
             if recipes is None:
                 with self._host.isolated(), self._grads():
@@ -427,7 +426,7 @@ class TiledCall:
         self._post_backward(sums, gathered, gradient, d_hidden, d_inputs, result, d_result)
         self._host.part_begins("mixer_backward")
         if attention is not None:
-            sums.settle()
+            sums.round_sums()
             attention.supply(result)
             del result
             attention.backward(sums, gathered, d_result, then=self._last_frame)
@@ -441,9 +440,19 @@ class TiledCall:
     def _last_frame(self) -> Frame:
         return self._tiles[-1].call.frame
 
-    def _frames_below(self) -> list[Frame]:
-        """Return for each tile the frame to reload behind the tile's, where tiles are asked for once more."""
-        return [self._attention.frame or self._last_frame, *(tile.call.frame for tile in self._tiles)]
+    def _tiles_back(self, again: bool = False) -> Iterator[Tile]:
+        """Yield the tiles, last first, each with its frame on the device.
+
+        Args:
+            again: True if they will be asked for once more: attention's frame follows the first tile's, or then the last one's.
+        """
+        for number in reversed(range(len(self._tiles))):
+            tile, then = self._tiles[number], None
+            if again:
+                then = self._tiles[number - 1].call.frame if number else self._attention.frame or self._last_frame
+            self._engine.bring_back(tile.call.frame, then, again)
+            tile.call.frame.first_only = False
+            yield tile
 
     def _new_gathered(self) -> Gathered:
         return Gathered(self._shapes.attention.arguments, *self._arguments.size)
@@ -455,10 +464,7 @@ class TiledCall:
         """Run every tile up to attention once more: fill `gathered`."""
         for tile in self._tiles:
             tile.call.frame.first_only = tile.reads_hidden_only(tile.pre_again)
-        below = self._frames_below()
-        for number, tile in reversed(list(enumerate(self._tiles))):
-            self._engine.bring_back(tile.call.frame, then=below[number], again=True)
-            tile.call.frame.first_only = False
+        for tile in self._tiles_back(again=True):
             carry, mode = self._carry(tile, tile.carried), Replay(tile.call, tile.pre_again)
             with torch.enable_grad(), dropping():
                 ran = self._runs.run(tile.span, tile.hidden(), carry, mode, seed=tile.seed)
@@ -478,19 +484,13 @@ class TiledCall:
 
         If the tiles' frames keep attention's result, `gathered` and `result` are filled, too.
         """
-        below = None if result is None else self._frames_below()
         d_left: Gradients = []
-        for number, tile in reversed(list(enumerate(self._tiles))):
-            frame = tile.call.frame
-            if below is None:
-                self._engine.bring_back(frame)
-            else:
-                self._engine.bring_back(frame, then=below[number], again=True)
+        for tile in self._tiles_back(again=result is not None):
             own = None if result is None else self._result_again(tile, result)
             d_output = part(gradient, tile.span, 1)
             d_x, d_own, d_left, d_others = self._tile_post_backward(sums, tile, gathered, own, d_output, d_left)
             if d_result is not None:
-                frame.first_only = tile.reads_hidden_only(tile.pre_backward)
+                tile.call.frame.first_only = tile.reads_hidden_only(tile.pre_backward)
                 fill(part(d_result, tile.span, self._shapes.attention.result.dim), d_own)
             fill(part(d_hidden, tile.span, 1), d_x)
             self._arguments.add(d_inputs, tile.span, d_others)
@@ -543,9 +543,7 @@ class TiledCall:
     def _pre_backward(self, sums: GradientSums, gathered: Gathered, d_hidden: torch.Tensor, d_inputs: list[torch.Tensor]) -> None:
         """Run the backward of every tile's pre: add to `d_hidden` and `d_inputs`."""
         d_left: Gradients = []
-        for tile in reversed(self._tiles):
-            self._engine.bring_back(tile.call.frame)
-            tile.call.frame.first_only = False
+        for tile in self._tiles_back():
             d_x, d_left, d_others = self._tile_pre_backward(sums, tile, gathered, d_left)
             if d_x is not None:
                 part(d_hidden, tile.span, 1).add_(d_x)

@@ -140,10 +140,6 @@ class TiledLayer:
             self._agree(why, first)
 
     @property
-    def has_run(self) -> bool:
-        return bool(self.attention_recipes if self.shapes.attention is not None else self.recipes)
-
-    @property
     def module(self) -> nn.Module:
         module = self._module()
         assert module is not None  # it is running

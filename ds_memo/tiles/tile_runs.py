@@ -71,7 +71,7 @@ class Tile:
         return not self.carried and not any(op.kept is not None and (isinstance(op, SavedOp) or op.wanted) for op in recipe.ops)
 
 
-class Ran(NamedTuple):
+class TileRun(NamedTuple):
     """A tile's run."""
 
     end: Any
@@ -123,7 +123,7 @@ class TileRuns:
         attend: Callable[[AttentionCall], torch.Tensor] | None = None,
         seed: int | None = None,
         packed: bool = True,
-    ) -> Ran:
+    ) -> TileRun:
         """Run a tile.
 
         Args:
@@ -150,7 +150,7 @@ class TileRuns:
                 end = run_with_attention(self._forward, args, kwargs, supply, attention.sdpa)
         if not isinstance(end, AttentionCall):
             end = self._shapes.output.tensor(end)
-        return Ran(end, [x, *carry, *self._arguments.inputs(args, kwargs)], after.left)
+        return TileRun(end, [x, *carry, *self._arguments.inputs(args, kwargs)], after.left)
 
     def analyse(self, module: nn.Module, call: Call, hidden: torch.Tensor, first: Span, span: Span) -> SizeRecipes:
         """Run a tile to make the recipes of its size. Nothing is kept, and the module and generators are put back.

@@ -213,13 +213,13 @@ class Verdicts:
             CannotTile: some rank has one.
             MemoError: a rank has not come.
         """
-        said = [why] if self.refused or len(self._ranks) == 1 else self._said(why, None if sure else agree.GRACE_S)
-        for rank, reason in zip(self._ranks, said, strict=False):
+        answers = [why] if self.refused or len(self._ranks) == 1 else self._answers(why, None if sure else agree.GRACE_S)
+        for rank, reason in zip(self._ranks, answers, strict=False):
             if reason:
                 self.refused = len(self._ranks) > 1
                 raise CannotTile(why or f"{reason} (rank {rank})")
 
-    def _said(self, why: str, wait_s: float | None) -> list[str]:
+    def _answers(self, why: str, wait_s: float | None) -> list[str]:
         try:
             return agree.meet(why, self._ranks, wait_s)
         except agree.Absent as absent:

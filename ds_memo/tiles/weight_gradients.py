@@ -84,14 +84,14 @@ class GradientSums:
             for part in () if total is None else total.split(_ROWS):
                 part.copy_(times(part, factor))
 
-    def settle(self) -> None:
+    def round_sums(self) -> None:
         """Round all sums to the parameters' dtype, which frees half of their memory. They may be added to later."""
         for index, (total, parameter) in enumerate(zip(self._sums, self.parameters, strict=True)):
             self._sums[index] = None if total is None else total.to(parameter.dtype)
 
     def take(self) -> list[torch.Tensor | None]:
         """Return the sums in the parameters' dtypes, and forget them; None: a parameter had no gradient."""
-        self.settle()
+        self.round_sums()
         taken, self._sums = self._sums, [None] * len(self.parameters)
         return taken
 

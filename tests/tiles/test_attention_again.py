@@ -48,7 +48,7 @@ def placed(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.fixture
 def differs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have no kernel's output be attention's result, as under Ulysses."""
-    monkeypatch.setattr(TiledAttention, "_is", lambda self, value, result: False)
+    monkeypatch.setattr(TiledAttention, "_is_result", lambda self, value, result: False)
 
 
 def assert_steps(model: Any, batch: Batch, steps: int = 3) -> dict[str, Any]:
@@ -173,7 +173,7 @@ def test_late_copies_and_memory_that_loses_its_value(
     placed: Any, monkeypatch: pytest.MonkeyPatch, kind: PlacementKind, differing_result: bool
 ) -> None:
     if differing_result:
-        monkeypatch.setattr(TiledAttention, "_is", lambda self, value, result: False)
+        monkeypatch.setattr(TiledAttention, "_is_result", lambda self, value, result: False)
     placed(kind, 0.5 if kind is SWAPPED else 0.0)
     want = tell(scenarios.train, ThreadStreams())
     checker = OrderedStreams()

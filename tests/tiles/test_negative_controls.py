@@ -15,7 +15,7 @@ from torch import nn
 from ds_memo.remat.op_policy import ATTENTION
 from ds_memo.spans import Span
 from ds_memo.swap.engine import SwapEngine
-from ds_memo.tiles import attention_call, layer, modes, recipes, tile_runs, weight_gradients
+from ds_memo.tiles import attention_call, layer, modes, recipes, tile_runs, tiling, weight_gradients
 from ds_memo.tiles.check import probe, refuse
 from ds_memo.tiles.layer import TiledCall
 from tests.everyday import everyday
@@ -42,7 +42,7 @@ def check(name: str = "llama", **settings: Any) -> None:
 # ---- faults: each gets the right function first
 
 
-class EarlyArguments(layer.Arguments):
+class EarlyArguments(tiling.Arguments):
     """Tiles but the first get what belongs to tokens that are one further to the left. The probe's tiles are right."""
 
     def tile(self, hidden: torch.Tensor, span: Span) -> Any:
@@ -116,7 +116,7 @@ def result_of_other_tokens(right: Any, call: TiledCall, of_tile: Any, x: Any, ca
 
 
 FAULTS: dict[Callable[..., Any], tuple[Any, str]] = {
-    boundary_off_by_one: (layer, "Arguments"),
+    boundary_off_by_one: (tiling, "Arguments"),
     hidden_off_by_one: (TiledCall, "_pre_backward"),
     neighbours_frame: (SwapEngine, "keep"),
     corrupt_a_kept_number: (SwapEngine, "_reload"),

@@ -49,7 +49,7 @@ def compare(expected: torch.Tensor, found: torch.Tensor, leaves: list[torch.Tens
 
 
 def refuse_others(whole: list[Any], gathered: list[Any], tolerance: float) -> None:
-    """Refuse a layer if what attention gets from tiles, put together, is not what it gets from the whole."""
+    """Refuse a layer if what attention gets from tiles, joined, is not what it gets from the whole."""
     for a, b in zip(whole, gathered, strict=True):
         if not isinstance(a, torch.Tensor):
             continue
@@ -62,12 +62,13 @@ def refuse_others(whole: list[Any], gathered: list[Any], tolerance: float) -> No
 
 
 def is_by_token(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> bool:
-    """Return True if a function of hidden states (b, s, h) gives a few tokens the same values together and apart."""
+    """Return True if a function of hidden states (b, s, h) gives a few tokens the same values at once and one by one."""
     few = x.detach()[:2, : 2 * _NEAR]
     with torch.no_grad():
-        together = function(few)
-        apart = torch.cat([function(token) for token in few.split(1, 1)], 1)
-    return together.shape == apart.shape and torch.allclose(together, apart, tolerance_of(x), tolerance_of(x), equal_nan=True)
+        at_once = function(few)
+        one_by_one = torch.cat([function(token) for token in few.split(1, 1)], 1)
+    tolerance = tolerance_of(x)
+    return at_once.shape == one_by_one.shape and torch.allclose(at_once, one_by_one, tolerance, tolerance, equal_nan=True)
 
 
 def tolerance_of(x: torch.Tensor) -> float:

@@ -5,7 +5,7 @@ tokens outside of attention (a convolution, a token shift, a recurrence) differs
 attention, caught convolutions and scans go on from tile to tile; ranks that share the sequence take both runs in the order of
 tiles. Tiles choose experts as the whole did, if the scores of both choices are next to equal.
 
-Hidden states are drawn from a seed, alike on all ranks. Ranks that share GEMMs run the check together: what depends on values or
+Hidden states are drawn from a seed, alike on all ranks. Ranks that share GEMMs all run the check: what depends on values or
 time is refused at the end, after all collectives.
 """
 
