@@ -51,7 +51,6 @@ _MEASURING = "stands inside `no profile could be made (…)`, which says what to
 NO_CURE = {
     "frame … cannot go from '…' to '…'": _DEFECT,
     "frame … was read while '…'; only a 'ready' frame can be read": _DEFECT,
-    "the simulated machine lacks …": _DEFECT,
     "the host slab was closed while … bytes of it were allocated": _DEFECT,
     "a block in files cannot go from '…' to '…'": _DEFECT,
     "layer … has nothing to train": _MEASURING,

@@ -39,7 +39,7 @@ def test_imports_point_downwards(copy: Path) -> None:
 
 @pytest.mark.processes
 def test_forbidden_imports_are_found(copy: Path) -> None:
-    """Upwards and lazily, torch in the solver, Transformers outside hf, a frame that knows addresses, a host that knows a runner."""
+    """Upwards and lazily, torch in the solver, Transformers outside hf, a frame that knows addresses or a host a runner."""
     for file, line in (
         ("plan/trace.py", "def late():\n    from ds_memo.runtime import attach\n"),
         ("solve/run_costs.py", "import torch\n"),
