@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -26,10 +26,6 @@ from tests.tiles.rig import BATCH, LAYERS, assert_was_tiled, attached, compare, 
 WHY = "a tensor that is neither its argument nor its parameter needs a gradient"
 
 
-class Pair(NamedTuple):
-    held: torch.Tensor | None
-
-
 @dataclasses.dataclass
 class Box:
     held: torch.Tensor | None
@@ -41,11 +37,8 @@ HOLDERS: dict[str, tuple[Get, Set]] = {
     "attribute": (lambda block: block.held, lambda block, held: setattr(block, "held", held)),
     "attribute of a part": (lambda block: block.up.held, lambda block, held: setattr(block.up, "held", held)),
     "buffer": (lambda block: block._buffers["held"], lambda block, held: block._buffers.update(held=held)),
-    "tuple": (lambda block: block.held[0], lambda block, held: setattr(block, "held", (held,))),
     "list": (lambda block: block.held[0], lambda block, held: setattr(block, "held", [held])),
-    "dict": (lambda block: block.held["a"], lambda block, held: setattr(block, "held", {"a": held})),
     "list in a dict": (lambda block: block.held["a"][0], lambda block, held: setattr(block, "held", {"a": [held]})),
-    "namedtuple": (lambda block: block.held.held, lambda block, held: setattr(block, "held", Pair(held))),
     "dataclass": (lambda block: block.held.held, lambda block, held: setattr(block, "held", Box(held))),
     "global": (lambda block: LOOSE[0], lambda block, held: LOOSE.__setitem__(0, held)),
 }

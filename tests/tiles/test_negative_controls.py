@@ -23,7 +23,7 @@ from tests.faults import a_token_late, put_in
 from tests.models import Batch, Different, Outcome, step
 from tests.remat import test_training
 from tests.remat.products import Flops
-from tests.tiles import test_hooks, test_probe, test_random_numbers
+from tests.tiles import test_hooks, test_probe, test_random_numbers, test_whole_calls
 from tests.tiles.rig import assert_was_tiled, assert_within, attached, compare, small, toy
 
 Patch = pytest.MonkeyPatch
@@ -211,7 +211,7 @@ def test_without_aliases_a_parameters_hook_is_called_for_each_tile(monkeypatch: 
         test_hooks.test_hooks_of_a_parameter_are_called_once_for_each_backward()
 
 
-@pytest.mark.parametrize("block", [test_probe.KeepsAnAttribute, test_probe.FillsAList, test_probe.FillsADict])
+@pytest.mark.parametrize("block", [test_probe.KeepsAnAttribute, test_probe.FillsADict])
 def test_escapes_that_are_not_refused(block: type[nn.Module], monkeypatch: Patch) -> None:
     monkeypatch.setattr(probe, "refuse_escapes", lambda run: None)
     with pytest.raises((AssertionError, TypeError)):
@@ -223,7 +223,7 @@ def test_router_logits_that_are_not_refused(monkeypatch: Patch) -> None:
     monkeypatch.setattr(probe, "refuse_escapes", lambda run: None)
     monkeypatch.setattr(refuse, "is_external", lambda hook: False)
     with pytest.raises(TypeError, match="unpack_hook"):
-        test_probe.test_router_logits_that_a_loss_reads()
+        test_whole_calls.test_router_logits_that_are_asked_for_once()
 
 
 def test_a_check_that_compares_nothing(monkeypatch: Patch) -> None:

@@ -18,7 +18,7 @@ from ds_memo.tiles.check.probe import probe
 from ds_memo.tiles.slices import Arguments
 from tests.everyday import everyday
 from tests.models import FP32, HEADS, HIDDEN, Batch, Block, Outcome, Toy, build, gradients, poisoned_memory, step
-from tests.tiles.rig import BATCH, LAYERS, assert_step, assert_was_tiled, attached, compare, drive, small, toy
+from tests.tiles.rig import BATCH, LAYERS, assert_step, assert_was_tiled, attached, compare, drive, toy
 
 
 class Calls(Toy):
@@ -111,12 +111,6 @@ def kept_in_an_attribute(self: Any, right: Any, x: torch.Tensor) -> torch.Tensor
     return self.seen
 
 
-def kept_in_a_list(self: Any, right: Any, x: torch.Tensor) -> torch.Tensor:
-    """As a recorder of hidden states."""
-    self.seen[-1:] = [out := right(x)]
-    return out
-
-
 def kept_in_a_dict(self: Any, right: Any, x: torch.Tensor) -> torch.Tensor:
     """A loss beside the output."""
     self.losses["z"] = (out := right(x)).square().mean()
@@ -124,7 +118,6 @@ def kept_in_a_dict(self: Any, right: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 KeepsAnAttribute = block("KeepsAnAttribute", feed=kept_in_an_attribute)
-FillsAList = block("FillsAList", feed=kept_in_a_list, seen=list)
 FillsADict = block("FillsADict", feed=kept_in_a_dict, losses=dict)
 TwoAttentions = block("TwoAttentions", feed=lambda self, right, x: self.other.attend(x), other=Block)
 
@@ -162,7 +155,6 @@ REFUSED = {
     MixesHere: "mixes its tokens",
     Chunks: "tokens",
     KeepsAnAttribute: "outlive",
-    FillsAList: "outlive",
     FillsADict: "outlive",
     TwoAttentions: "attention more than once",
     ScalesByLength: "in a tile of",
@@ -338,36 +330,6 @@ def test_a_refusal_counts_for_its_kind_of_layer_alone() -> None:
 def test_an_output_of_another_shape() -> None:
     longer = Calls(Shortens, lambda block, x: block(x).repeat_interleave(2, 1)[:, : x.shape[1]])
     assert_whole(compare(longer, drive, quiet=True), "another shape than its hidden states")
-
-
-# ---- router losses
-
-
-def test_router_logits_that_a_loss_reads() -> None:
-    """A recorder's hook holds the router's logits of each layer. In tiles it would hold those of the last tile."""
-    stock, tiled = small("mixtral"), small("mixtral")
-    for model in (stock, tiled):
-        model.config.output_router_logits = True
-        model.router_aux_loss_coef = 10.0
-    with attached(tiled, quiet=True) as handle:
-        for _ in range(2):
-            want = step(stock, BATCH, output_router_logits=True)
-            assert_step(step(tiled, BATCH, output_router_logits=True), want)
-        assert_refused(handle, "a hook of its")
-
-
-def test_a_hook_inside_the_layer_that_comes_later() -> None:
-    def watch(model: nn.Module, number: int) -> Outcome:
-        kept: list[torch.Tensor] = []
-        hooks = [b.down.register_forward_hook(lambda m, a, out: kept.append(out)) for b in model.blocks] if number else []
-        x = BATCH.embeds.clone().requires_grad_()
-        loss = model(inputs_embeds=x, labels=BATCH.labels).loss
-        (loss + sum(out.square().mean() for out in kept)).backward()
-        for hook in hooks:
-            hook.remove()
-        return Outcome(loss.detach(), {**gradients(model), "x": x.grad})
-
-    compare(toy(Block), watch, steps=3, quiet=True)
 
 
 # ---- arguments
