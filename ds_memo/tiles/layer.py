@@ -130,21 +130,21 @@ class TiledCall:
     # ---- forward
 
     def run(self) -> Any:
-        output = self._run()
-        return self._shapes.output.of(output if self._striped is None else self._striped.leave(output))
-
-    def _run(self) -> torch.Tensor:
+        """Return what the layer returns."""
         hidden, self._hidden = self._hidden, None
         inputs, self._inputs = self._inputs, []
-        if not self._trains:
+        if self._trains:
+            # Autograd goes on with the youngest of these views: ZeRO's buckets get gradients in the order of a whole layer, which
+            # another rank may run.
+            views = [parameter.view_as(parameter) for parameter in self._parameters]
+            with torch.autograd.graph.saved_tensors_hooks(lambda _: self, lambda call: None):
+                output = _Tiled.apply(self, hidden, *inputs, *views)
+        else:
             if torch.is_grad_enabled():  # a frozen layer: frames below it move as below any other
                 self._engine.abort(self._engine.begin(self._tiled.layer.name, self._placement))
-            return self.forward(hidden)
-        # Autograd goes on with the youngest of these views: ZeRO's buckets get gradients in the order of a whole layer, which
-        # another rank may run.
-        views = [parameter.view_as(parameter) for parameter in self._parameters]
-        with torch.autograd.graph.saved_tensors_hooks(lambda _: self, lambda call: None):
-            return _Tiled.apply(self, hidden, *inputs, *views)
+            output = self.forward(hidden)
+        del hidden  # before the output moves back
+        return self._shapes.output.of(output if self._striped is None else self._striped.leave(output))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the layer's output (b, s, h)."""
@@ -385,13 +385,23 @@ class TiledCall:
         for given in self._device_inputs:
             given.check()
         self._host.replay_begins(self._tiled.layer)
-        with stacks_restored(), Undoing(self._close_frames), Undoing(torch.clear_autocast_cache):
+        with (
+            stacks_restored(),
+            Undoing(self._close_frames),
+            Undoing(torch.clear_autocast_cache),
+            running_tiles(),
+            autocast_as(self._autocast),
+            self._before.put_in(),
+            aliased(self._tiled.module, self._parameters) as aliases,
+        ):
+            sums, d_inputs = GradientSums(aliases), self._arguments.new_gradients()
             try:
-                return self._backward(gradient, may_overwrite)
+                d_hidden = self._backward_tiles(sums, gradient, may_overwrite, d_inputs)
             except CannotTile as reason:
                 raise MemoError(
                     f"layer {self._tiled.layer.name} ran in tiles, and its backward cannot: {reason}. Set memo.tile_tokens to 0"
                 ) from reason
+            return [d_hidden, *d_inputs, *sums.take()]
 
     def _close_frames(self) -> None:
         for tile in self._tiles:
@@ -399,13 +409,6 @@ class TiledCall:
             self._engine.give_up(tile.call.frame)
         if self._attention is not None:
             self._attention.release()
-
-    def _backward(self, gradient: torch.Tensor, may_overwrite: bool) -> list[torch.Tensor | None]:
-        aliases_of = aliased(self._tiled.module, self._parameters)
-        with running_tiles(), autocast_as(self._autocast), self._before.put_in(), aliases_of as aliases:
-            sums, d_inputs = GradientSums(aliases), self._arguments.new_gradients()
-            d_hidden = self._backward_tiles(sums, gradient, may_overwrite, d_inputs)
-            return [d_hidden, *d_inputs, *sums.take()]
 
     def _backward_tiles(
         self, sums: GradientSums, gradient: torch.Tensor, may_overwrite: bool, d_inputs: list[torch.Tensor]

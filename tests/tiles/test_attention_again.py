@@ -19,14 +19,14 @@ from ds_memo.swap.streams import ThreadStreams
 from ds_memo.tiles import attention
 from ds_memo.tiles.attention import TiledAttention
 from tests.everyday import everyday, pairs
-from tests.models import Batch, Outcome, poisoned_memory, step
+from tests.models import Batch, Outcome, step
 from tests.swap import scenarios
 from tests.swap.conftest import alone  # noqa: F401  a fixture
 from tests.swap.delayed import DelayedStreams
 from tests.swap.ordered import OrderedStreams
 from tests.swap.races import tell
 from tests.swap.schedules import differing
-from tests.tiles.rig import BATCH, FAMILIES, LAYERS, assert_step, assert_was_tiled, attached, small, toy
+from tests.tiles.rig import BATCH, FAMILIES, LAYERS, assert_step, assert_was_tiled, attached, compare, small, toy
 
 SWAPPED, AGAIN = PlacementKind.SWAPPED, PlacementKind.SWAPPED_ATTENTION_RECOMPUTED
 ON_DEVICE, ON_DEVICE_AGAIN = PlacementKind.GEMMS_RECOMPUTED, PlacementKind.FULL_RECOMPUTE
@@ -52,13 +52,7 @@ def differs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def assert_steps(model: Any, batch: Batch, steps: int = 3) -> dict[str, Any]:
-    stock = copy.deepcopy(model)
-    with attached(model) as handle:
-        for number in range(steps):
-            with poisoned_memory():
-                got = step(model, batch, seed=number)
-            assert_step(got, step(stock, batch, seed=number))
-        return handle.report()
+    return compare(model, lambda model, number: step(model, batch, seed=number), steps)
 
 
 # ---- recomputed

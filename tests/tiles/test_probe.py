@@ -17,7 +17,7 @@ from ds_memo.remat.layer_call import CannotTile
 from ds_memo.tiles.check.probe import probe
 from ds_memo.tiles.slices import Arguments
 from tests.everyday import everyday
-from tests.models import FP32, HEADS, HIDDEN, Batch, Block, Outcome, Toy, build, gradients, poisoned_memory, step
+from tests.models import FP32, HEADS, HIDDEN, Batch, Block, Outcome, Toy, build, gradients, step
 from tests.tiles.rig import BATCH, LAYERS, assert_step, assert_was_tiled, attached, compare, drive, toy
 
 
@@ -35,11 +35,12 @@ class Calls(Toy):
         return x
 
 
-def assert_whole(report: dict[str, Any], why: str) -> None:
-    """Assert that all layers run whole for one reason."""
-    assert report["tiles"]["layers"] == []
+def assert_whole(report: dict[str, Any], why: str, layers: int = LAYERS) -> None:
+    """Assert that all layers run whole for one reason, which one warning says."""
+    assert report["tiles"]["layers"] == [] and len(report["tiles"]["not_tiled"]) == layers
     (reason,) = set(report["tiles"]["not_tiled"].values())
     assert re.search(why, reason), reason
+    assert len([text for text in report["warnings"] if "not in tiles of memo.tile_tokens" in text]) == 1
 
 
 # ---- layers that mix tokens outside of attention
@@ -164,13 +165,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("block", REFUSED)
 def test_refused(block: type[nn.Module]) -> None:
-    stock, tiled = toy(block), toy(block)
-    with attached(tiled, quiet=True) as handle:
-        for _ in range(2):
-            want = step(stock, BATCH)
-            with poisoned_memory():
-                assert_step(step(tiled, BATCH), want)
-        assert_refused(handle, REFUSED[block])
+    assert_whole(compare(toy(block), drive, quiet=True), REFUSED[block])
 
 
 def test_attention_by_a_function_that_is_kept_whole(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,16 +175,7 @@ def test_attention_by_a_function_that_is_kept_whole(monkeypatch: pytest.MonkeyPa
     with attached(whole, tile=0), attached(tiled, quiet=True) as handle:
         for _ in range(2):
             assert_step(step(tiled, BATCH), step(whole, BATCH))
-        assert_refused(handle, "keep_whole", layers=4)
-
-
-def assert_refused(handle: Any, why: str, layers: int = LAYERS) -> None:
-    report = handle.report()
-    assert report["tiles"]["layers"] == []
-    assert len(report["tiles"]["not_tiled"]) == layers
-    for reason in report["tiles"]["not_tiled"].values():
-        assert re.search(why, reason), reason
-    assert len([text for text in report["warnings"] if "not in tiles of memo.tile_tokens" in text]) == 1
+        assert_whole(handle.report(), "keep_whole", layers=4)
 
 
 # ---- layers of which a refusal would be needless
@@ -471,7 +457,5 @@ def test_hidden_states_that_are_given_twice() -> None:
 
 
 def test_eager_attention_of_transformers() -> None:
-    stock, tiled = (build("llama", num_hidden_layers=LAYERS, attn_implementation="eager") for _ in range(2))
-    with attached(tiled, quiet=True) as handle:
-        assert_step(step(tiled, BATCH), step(stock, BATCH))
-        assert_refused(handle, 'makes a matrix of tokens × tokens: attn_implementation is "eager"')
+    eager = build("llama", num_hidden_layers=LAYERS, attn_implementation="eager")
+    assert_whole(compare(eager, drive, quiet=True), 'makes a matrix of tokens × tokens: attn_implementation is "eager"')
