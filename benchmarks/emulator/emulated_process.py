@@ -93,7 +93,7 @@ def without_values(host_gib: float = HOST_GIB) -> None:
     from ds_memo.remat import recipe, replay_check
     from ds_memo.sequence import catch_mixers
     from ds_memo.swap import pinned_segments
-    from ds_memo.tiles.check import compare, probe
+    from ds_memo.tiles.check import compare, probe, refuse
 
     torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN wants a driver
     mixer_kernels.implement("CUDA")
@@ -101,7 +101,7 @@ def without_values(host_gib: float = HOST_GIB) -> None:
     recipe.Observed.note_hidden_writes = lambda observed: None
     replay_check._differ = lambda *_: False
     probe.compare = probe.refuse_others = probe.refuse_hidden_draws = lambda *_: None
-    compare.is_by_token = lambda *_: True
+    compare.is_by_token = refuse.alike = lambda *_: True
     pinned_segments.touch = lambda segment: None
     profile_run.WAKING_S = 0.0
     for module in (device_memory, host_memory):
@@ -110,6 +110,6 @@ def without_values(host_gib: float = HOST_GIB) -> None:
         optimizer.has_overflow = lambda *_, **__: False
     stage_1_and_2.is_invalid_grad_norm = stage3.is_invalid_grad_norm = lambda _: False
     masking_utils.find_packed_sequence_indices = lambda position_ids: None  # else a mask for documents that are not there
-    said = sequence.said_of
+    describe = sequence.describe_part
     # Waits for positions stay; what they would say is that each part begins a document, as all ranks have one rank's.
-    sequence.said_of = lambda rows, length, *others: (said(rows, length, *others), said(rows, length, None))[1]
+    sequence.describe_part = lambda rows, length, *others: (describe(rows, length, *others), describe(rows, length, None))[1]

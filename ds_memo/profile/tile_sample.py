@@ -16,8 +16,8 @@ from ds_memo.placement import Tiles
 from ds_memo.solve.run_costs import LayerCosts, Output, PeakBytes, TileCosts
 from ds_memo.spans import longest, number_of_spans
 
-PARTS = ("pre", "mixer", "post", "post_backward", "mixer_backward", "pre_backward")
-"""Parts of a layer in tiles, in order: before its mixer (attention), the mixer, behind it; the backward in the opposite order."""
+PARTS = ("pre", "attention", "post", "post_backward", "attention_backward", "pre_backward")
+"""Parts of a layer in tiles, in order: before attention, attention, after it; the backward in the opposite order."""
 SAMPLES = 3
 
 
@@ -94,7 +94,7 @@ def in_tiles(
     peaks, stored = zip(*([_plane(b, _by_tokens, cuts, cut) for b in of_part] for of_part in of_bytes), strict=True)
     forward_s = seconds[pre] + whole.attention_s + seconds[post]
     backward_s = seconds[post_backward] + whole.attention_backward_s + seconds[pre_backward]
-    differs = samples[0].result_differs  # then the pre runs again as a part of "post_backward"
+    differs = samples[0].result_differs  # then pre runs again as a part of "post_backward"
     born = (forward_s - seconds[post]) / forward_s if forward_s else 1.0
     carried = Output("input", 1, samples[0].carried_bytes * (cut.tiles - batch))  # a sequence's first tile has none
     return replace(
@@ -107,7 +107,7 @@ def in_tiles(
         backward_s=max(0.0, backward_s - whole.gemm_s - whole.replay_s),
         working=working_of(stored),
         working_at_0=working_of(peaks),
-        working_without_attention=working_of(peaks).with_attention(whole.attention_bytes),
+        working_without_attention=working_of(peaks).plus(0, whole.attention_bytes),
         in_tiles=TileCosts(
             cut.tiles,
             post_backward_s=max(0.0, seconds[post_backward] - differs * seconds[pre]),

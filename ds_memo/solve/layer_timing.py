@@ -48,9 +48,9 @@ class LayerTiming:
     """Not None: a swapped frame is reloaded tile by tile, during the layer's own backward."""
     reload_input_s: float = 0.0
     reload_first_s: float = 0.0
-    """Seconds to reload attention's frame behind the pre that a backward in tiles begins with."""
+    """Seconds to reload attention's frame behind the part before attention that a backward in tiles begins with."""
     pre_again_s: float | None = None
-    """Seconds of that pre; None: the backward does not begin with it."""
+    """Seconds of that part; None: it does not begin with it."""
     pre_s: float = 0.0
     attended_s: float = 0.0
     """Seconds before attention, and until it is over, in a forward in tiles."""

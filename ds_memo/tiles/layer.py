@@ -219,7 +219,7 @@ class TiledCall:
             sizes = sum(recomputed) + of_attention, sum(stored) - sum(recomputed)
         self._placement = self._host.admit(self._tiled.layer, asked, Way.TILED, host_bytes, sizes)
         if self._placement.kind is asked.kind:
-            remember(self._tiled.alphas, key, self._placement.alpha)
+            remember(self._tiled.alphas, key, self._placement.decided_alpha)
 
     def _bytes_of_attention(self, hidden: torch.Tensor) -> int:
         """Return about how many bytes attention's frame keeps: a log-sum-exp in float32 for each head, and maybe the output."""
@@ -255,7 +255,7 @@ class TiledCall:
         self._host.part_begins("pre")
         if attention is not None:
             gathered = self._pre(hidden)
-        self._host.part_begins("mixer")
+        self._host.part_begins("attention")
         if attention is not None:
             with torch.set_grad_enabled(self._trains):
                 result = attention.run(gathered)
@@ -427,7 +427,7 @@ class TiledCall:
             d_result = self._new_result(gradient.device)
         d_hidden = gradient if may_overwrite else torch.empty_like(gradient, memory_format=torch.contiguous_format)
         self._post_backward(sums, gathered, gradient, d_hidden, d_inputs, result, d_result)
-        self._host.part_begins("mixer_backward")
+        self._host.part_begins("attention_backward")
         if attention is not None:
             sums.round_sums()
             attention.supply(result)

@@ -1,7 +1,7 @@
 """The real engine in virtual time: the truth that the solver's schedule is compared with.
 
-`ds_memo.swap.engine.SwapEngine` itself runs here, over `ds_memo.nvme.home.FileHome` if there are drives. Streams and files only
-keep time, tensors only know their bytes, and the layers advance the compute clock as kernels would. The host issues work as
+`ds_memo.swap.engine.SwapEngine` itself runs here, over `ds_memo.nvme.file_home.FileHome` if there are drives. Streams and files
+only keep time, tensors only know their bytes, and the layers advance the compute clock as kernels would. The host issues work as
 compute reaches it: where it waits for files, compute waits.
 """
 
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from ds_memo.errors import MemoError
 from ds_memo.nvme import file_protocol
-from ds_memo.nvme.home import FileHome
+from ds_memo.nvme.file_home import FileHome
 from ds_memo.placement import Placement, PlacementKind
 from ds_memo.solve.run_costs import LayerCosts, NvmeCosts, Output, RunCosts, TileCosts
 from ds_memo.solve.schedule import Step
@@ -282,7 +282,7 @@ class _InTiles(_Whole):
     """A layer in tiles: the engine's methods in the order in which ds_memo.tiles.layer calls them.
 
     Of attention's outputs the first, its result, is cut into tiles; others are in attention's frame. If the result is not stored,
-    or differs from what the kernel returned, none is cut, and the backward begins with the pre.
+    or differs from what the kernel returned, none is cut, and the backward begins with what is before attention.
     """
 
     def forward(self) -> None:
