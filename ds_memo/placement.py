@@ -64,15 +64,15 @@ class Placement:
 
     kind: PlacementKind
     alpha: float | None = UNDECIDED
-    """The share of each GEMM output's rows that is stored, as `stored_rows` counts them. On the device the kind sets it and the
+    """Share of each GEMM output's rows that is stored; `stored_rows` counts them. On the device it follows from the kind, and the
     argument is ignored."""
     empty_frame: bool = False
-    """True if a call without recompute gets an empty frame, so that the engine moves swapped frames while it runs and the host
-    keeps the run-ahead limit (ds_memo.deepspeed.run_ahead_limit)."""
+    """True if a call without recompute opens an empty frame. Swapped frames move only as frames open and close, and so does the
+    run-ahead limit (ds_memo.deepspeed.run_ahead_limit)."""
     tiles: Tiles | None = None
-    """None: the call runs whole. Calls without recompute do so in any case."""
+    """None: the call runs whole, as calls without recompute always do."""
     nvme: bool = field(default=False, compare=False)
-    """True if a swapped call's host block goes on to a file. It keeps the same, so that is no part of the key."""
+    """True if a swapped call's host block goes on to a file. The recipe is the same, so it is no part of the key."""
 
     def __post_init__(self) -> None:
         if self.kind.on_device:

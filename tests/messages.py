@@ -60,7 +60,7 @@ NO_CURE = {
     "layer … has … GiB of parameters, … GiB of the device are free": _MEASURING,
     "cannot write …: …": _PASSED_ON,
     "cannot read …: …": _PASSED_ON,
-    "rank … could not … its file in …: …": "stands inside the two messages of nvme/home.py",
+    "rank … could not … its file in …: …": "stands inside the two messages of nvme/file_home.py",
     "… was given to ds_memo.keep_whole, but …": _PASSED_ON,
     "layer calls are recomputed for which the system has no host memory: …": _PASSED_ON,
     "memo.head_groups: … groups are not used in …'s attention: …": _PASSED_ON,

@@ -22,8 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ds_memo.logits.head import LazyHead
 from ds_memo.logits.head_bytes import tile_rows
+from ds_memo.logits.lazy_head import LazyHead
 
 Loss = Callable[[torch.Tensor, nn.Linear, torch.Tensor], torch.Tensor]
 

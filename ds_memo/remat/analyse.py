@@ -110,7 +110,7 @@ class Analyse(NotingMode):
             self.call.before.about_to_draw(generator)
         frame = self.call.frame  # None while a tile's recipe is made
         if frame is not None and (stream := self.call.engine.streams.current()) != frame.stream:
-            frame.aside.add(stream)
+            frame.side_streams.add(stream)
         sources = self._made_of_all(args, kwargs)
         if self._blank and kind is not OpKind.MUTATES and not func.is_view:
             self.observed.notes.hidden_kernels |= any(

@@ -112,7 +112,7 @@ class Call:
         set_aside = {id(tensor) for tensor in observed.set_aside}
         for kept, tensor in tensors:
             self.engine.keep(frame, kept, tensor)
-            if frame.aside and not frame.resident:  # it may have been allocated on one of them
+            if frame.side_streams and not frame.resident:  # it may have been allocated on one of them
                 self.engine.streams.record(tensor, D2H)
             if frame.resident and id(tensor) in set_aside:
                 frame.changed.add(kept.index)

@@ -70,7 +70,7 @@ class Settings(NamedTuple):
         )
 
 
-class Part:
+class ModulePart:
     """A module of the layer."""
 
     def __init__(self, path: str, module: nn.Module, weights: Iterable[str]) -> None:
@@ -160,7 +160,7 @@ class Part:
                     yield table, name, value
 
 
-def _name(part: Part, name: str) -> str:
+def _name(part: ModulePart, name: str) -> str:
     return f"{part.path}.{name}" if part.path else name
 
 
@@ -186,7 +186,7 @@ class LayerState:
     def __init__(self, name: str, module: nn.Module, weights: Sequence[str] = ()) -> None:
         self.name = name
         named = module.named_modules()
-        self.parts = [Part(path, part, weights) for path, part in named if not isinstance(part, torch.jit.ScriptModule)]
+        self.parts = [ModulePart(path, part, weights) for path, part in named if not isinstance(part, torch.jit.ScriptModule)]
         self.find_tensors()
         parameters = {name: each for name, each in module.named_parameters() if isinstance(each, nn.Parameter)}
         self.parameters = [*parameters.values()]
@@ -215,7 +215,7 @@ class Before:
         self._settings = [part.settings() for part in state.parts]
         self._trained = [parameter.requires_grad for parameter in state.parameters]
         self._merged = self._merged_now()
-        self._values: list[tuple[Part, dict[str, Any], str, Any]] = []
+        self._values: list[tuple[ModulePart, dict[str, Any], str, Any]] = []
         self._states = states_of((GLOBAL_GENERATORS if learns else state.generators).values())
         self._copies: dict[int, Any] = {}
         self._learns = learns
@@ -223,7 +223,7 @@ class Before:
             if part.writes or learns:
                 self._copy(part)
 
-    def _copy(self, part: Part) -> None:
+    def _copy(self, part: ModulePart) -> None:
         self._values += [(part, table, name, _Copy(value, self._copies)) for table, name, value in part.places()]
 
     # ---- during the forward

@@ -2,12 +2,14 @@
 
 import csv
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from ds_memo.cli import main as cli
 from ds_memo.estimate import hardware
+from ds_memo.estimate.question import METHODS
 from tests.command import complaint
 from tests.everyday import everyday
 from tests.processes import ROOT
@@ -22,7 +24,7 @@ def answer(capsys, *words: str, base=BASE) -> dict:
     return json.loads(capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("method", ["memo", "full_recompute", "none"])
+@pytest.mark.parametrize("method", METHODS)
 def test_json_has_what_was_promised(capsys, method):
     got = answer(capsys, "--seq-length", "16384", "--method", method)
     assert {"status", "mfu", "tgs", "step_s", "alpha", "resident_layers", "binding", "device_gib", "host_gib", "parts"} <= set(
@@ -147,13 +149,28 @@ def test_misspelled_keys_are_named(capsys, tmp_path, nested):
     assert not any("does not know" in note for note in answer(capsys, "--seq-length", "1K")["notes"])
 
 
+def test_methods_are_compared_like_with_like(capsys):
+    """Checkpointing with the loss in chunks fits where whole logits do not; ALST's and TRL's inputs are on the host."""
+    assert cli.main([*BASE[:5], "--gpus", "8", "--seq-length", "1M", "--compare", "--json"]) == 0
+    rows = {row["method"]: row for row in json.loads(capsys.readouterr().out)}
+    assert all(row["plan"] and "fragmentation" not in row["parts"]["device_gib"] for row in rows.values())
+    assert rows["full_recompute"]["status"] == "oom" and "logits" in rows["full_recompute"]["parts"]["device_gib"]
+    device = {name: rows[name]["device_gib"] for name in ("alst", "trl", "checkpoint")}
+    assert rows["alst"]["status"] == rows["trl"]["status"] == "ok" and device["alst"] < device["trl"] < device["checkpoint"]
+    inputs = (1 << 20) * 4096 * 2 * 32 / 2**30
+    assert rows["alst"]["host_gib"] == rows["trl"]["host_gib"] == inputs and rows["checkpoint"]["host_gib"] == 0
+    assert answer(capsys, "--seq-length", "1M", "--method", "alst", "--host-memory-gib", "255")["status"] == "oohm"
+
+
 def test_a_sweep_as_table_csv_and_picture(capsys, tmp_path):
     table = tmp_path / "sweep.csv"
     assert cli.main([*BASE, "--sweep", "64K:256K", "--compare", "-o", str(table)]) == 0
-    assert "full_recompute (no plan)" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "attention at 217 and 188 TFLOP" in shown and "no plan" not in shown
+    assert all(re.search(rf"^  {method} .* {assumed}$", shown, re.MULTILINE) for method, assumed in METHODS.items())
     rows = list(csv.DictReader(table.open()))
-    assert len(rows) == 9
-    assert {row["method"] for row in rows} == {"memo", "full_recompute", "none"}
+    assert len(rows) == 3 * len(METHODS)
+    assert {row["method"] for row in rows} == set(METHODS)
     for suffix, magic in ((".png", b"\x89PNG"), (".svg", b"<?xml")):
         picture = tmp_path / f"sweep{suffix}"
         assert cli.main([*BASE, "--sweep", "64K,128K", "-o", str(picture)]) == 0

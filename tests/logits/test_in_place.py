@@ -12,7 +12,7 @@ from torch import nn
 
 from ds_memo import MemoError
 from ds_memo.logits import tensor
-from ds_memo.logits.memory import Memory
+from ds_memo.logits.shared_memory import Memory
 from tests.everyday import everyday
 from tests.logits.rig import BATCH, EXACT, IDS, LENGTH, VOCAB, attached, causal, compare, logits_of, step
 from tests.models import Different, assert_same_grads
@@ -56,6 +56,7 @@ WHOLE = """
     x.scatter_add_(-1, SOME, PIECE)  x[:, SOME[0, :, 0]] = 0.1
     x.addcmul_(FULL, FULL)  x.untyped_storage()  x.data_ptr()
     nn.ReLU(inplace=True)(x)  x[..., COLUMNS] += PIECE  x[:, 1:, [1, 0]] = 2  x[1:][0] = x[0]
+    x[..., 3:6] *= 2  x[..., 3:6].sub_(1)  x[:, 5:9] /= 3  x[:, 5:9, :7].mul_(2)  x[:, 3] = 0.0  x[0].mul_(2)  x[:, -1].mul_(2)
     torch.ops.aten.mul_(x, 2)  x.detach().mul_(2)  x[:, 1:].detach().add_(1)  x.index_put_((torch.tensor([1]),), FULL[0])
 """
 THROUGH_OTHERS = """

@@ -14,7 +14,7 @@ import torch
 
 from ds_memo.errors import MemoError
 from ds_memo.nvme import direct_files
-from ds_memo.nvme.home import FileHome
+from ds_memo.nvme.file_home import FileHome
 from ds_memo.swap.engine import SwapEngine
 from ds_memo.swap.host_pool import HostPool
 from ds_memo.swap.host_slab import HostSlab
@@ -83,7 +83,7 @@ def make(tmp_path):
 
 def nothing_is_left(rig: NvmeRig) -> bool:
     gc.collect()
-    rig.engine.settle()
+    rig.engine.free_failed_graphs()
     return rig.slab.used == 0 and rig.files.extents() == []
 
 
@@ -335,6 +335,6 @@ def test_two_models_that_share_a_pool_make_room_for_each_other(tmp_path):
     rigs[1].files.extent = lambda *_: (_ for _ in ()).throw(MemoError("none"))
     with pytest.raises(MemoError, match="host memory: frame x needs"):  # one that is closed is asked for no room
         pages(rigs[1], 5)
-    rigs[1].engine.settle()
+    rigs[1].engine.free_failed_graphs()
     rigs[1].engine.close()
     assert held and pool.size == 0

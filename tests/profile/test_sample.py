@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_memo.profile.layer_sample import LayerSample
-from ds_memo.profile.sample import LayerProfile
+from ds_memo.profile.run_profile import LayerProfile
 from ds_memo.solve.run_costs import PeakBytes
 from tests.profile.samples import HIDDEN, make_profile, make_sample
 

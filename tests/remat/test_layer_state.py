@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import ds_memo
-from ds_memo.profile import layer_call as profile_call
+from ds_memo.profile import caught_call as profile_call
 from ds_memo.remat.layer_state import Before
 from tests.models import HIDDEN, Batch, Block, Different, assert_same_grads, gradients, poisoned_memory
 from tests.remat.situations import toy

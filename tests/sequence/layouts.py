@@ -9,7 +9,7 @@ from dataclasses import fields
 import torch
 
 from ds_memo.sequence.masks import Mask
-from ds_memo.sequence.parts import Parts
+from ds_memo.sequence.parts import SequenceParts
 from ds_memo.sequence.ranks import SequenceRanks
 from ds_memo.sequence.striped import Striped
 
@@ -25,12 +25,12 @@ def ranks(ulysses: int, ring: int, number: int) -> SequenceRanks:
 
 def of_all(
     ulysses: int, ring: int, length: int, documents: Sequence[Sequence[int]] = ((0,),), zigzag: bool = True
-) -> list[Parts]:
+) -> list[SequenceParts]:
     """Return the parts as each rank has them."""
-    return [Parts(ranks(ulysses, ring, number), length, documents, zigzag) for number in range(ulysses * ring)]
+    return [SequenceParts(ranks(ulysses, ring, number), length, documents, zigzag) for number in range(ulysses * ring)]
 
 
-def striped(everywhere: Sequence[Parts], tile: int) -> list[Parts]:
+def striped(everywhere: Sequence[SequenceParts], tile: int) -> list[SequenceParts]:
     """Return the same sequences in tiles, as each rank has them."""
     return [Striped(parts, tile) for parts in everywhere]
 

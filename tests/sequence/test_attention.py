@@ -35,7 +35,7 @@ class TestTwoRanks(DistributedTest):
 
     @pytest.mark.parametrize("ulysses", [2, 1])
     def test_parts_as_a_caller_has_them(self, ulysses):
-        """Parts of any lengths, one of them without a token."""
+        """SequenceParts of any lengths, one of them without a token."""
         for parts in ((40, 5), (1, 44), (45, 0), (0, 45)):
             assert_exact("llama", ulysses, ((20, 25), (45,)), parts=parts)
 
@@ -70,7 +70,7 @@ class TestControls(DistributedTest):
 
     @pytest.mark.parametrize("ulysses", [2, 1])
     def test_documents_and_windows_not_seen(self, ulysses, monkeypatch):
-        put_in(monkeypatch, hf_sequence, "Parts", lambda right, ranks, length, documents: right(ranks, length))
+        put_in(monkeypatch, hf_sequence, "SequenceParts", lambda right, ranks, length, documents: right(ranks, length))
         assert distances("llama", ulysses, UNEVEN)[0] <= LOGITS
         assert distances("llama", ulysses, UNEVEN_PACKED)[0] > 1e-3
         put_in(monkeypatch, masks, "_plan", lambda right, parts, mask: right(parts, masks.Mask()))

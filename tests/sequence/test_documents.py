@@ -26,7 +26,7 @@ from ds_memo.placement import Placement, PlacementKind, Tiles
 from ds_memo.profile import run
 from ds_memo.remat import layer_state
 from ds_memo.sequence import attention
-from ds_memo.sequence.parts import Parts
+from ds_memo.sequence.parts import SequenceParts
 from tests.distributed_harness.common import DistributedTest
 from tests.everyday import everyday
 from tests.faults import put_in
@@ -227,7 +227,7 @@ class TestInParts(DistributedTest):
 
     def test_a_replay_that_takes_the_latest_documents(self, monkeypatch):
         """A negative control of the test above."""
-        monkeypatch.setattr(layer_state, "PLAIN", layer_state.PLAIN - {Parts})
+        monkeypatch.setattr(layer_state, "PLAIN", layer_state.PLAIN - {SequenceParts})
         model = build("llama")
         sequence.set_up(model, 2)
         recompute_attention(model, monkeypatch)
@@ -259,13 +259,13 @@ class TestInParts(DistributedTest):
         tokens, positions = part(pack.tokens), part(pack.positions)
         model = build("llama")
         sequence.set_up(model, 2)
-        for first, said in (
+        for first, by_rank in (
             (40, "position_ids of row 1 rise from 39 to 45 at token 8 of rank 1's part; expected steps of 1"),
             (32, "position_ids of row 1 go from 31 to 37 between the parts of ranks 0 and 1; expected 32"),
         ):
             gap = Batch(UNPACKED).positions.clone()
             gap[1, first:] += 5
-            with pytest.raises(ds_memo.MemoError, match=said):
+            with pytest.raises(ds_memo.MemoError, match=by_rank):
                 model(input_ids=tokens, position_ids=part(gap))
         with pytest.raises(ds_memo.MemoError, match=r"called with cu_seq_lens_q.*Leave it out: position_ids"):
             model(input_ids=tokens, position_ids=positions, cu_seq_lens_q=torch.tensor([0, 32], dtype=torch.int32))
@@ -283,9 +283,9 @@ class TestInParts(DistributedTest):
         sequence.set_up(model := build("llama"), 2)
         with pytest.raises(
             ds_memo.MemoError, match="Give each rank its part in the order of the ranks, and no token twice"
-        ) as said:
+        ) as by_rank:
             model(input_ids=pack.tokens[:, first:last], position_ids=pack.positions[:, first:last])
-        assert "\n" not in str(said.value)
+        assert "\n" not in str(by_rank.value)
 
     @pytest.mark.parametrize("ulysses", [2, 1])
     def test_a_profile_shortens_the_parts(self, ulysses, tmp_path, monkeypatch):
@@ -320,7 +320,7 @@ def recompute_attention(model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch)
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Note every search for documents."""
     looks: list[Any] = []
-    put_in(monkeypatch, hf_sequence, "documents_of", lambda right, said: looks.append(said) or right(said))
+    put_in(monkeypatch, hf_sequence, "documents_of", lambda right, by_rank: looks.append(by_rank) or right(by_rank))
     return looks
 
 
@@ -354,8 +354,8 @@ def test_documents(positions: list, starts: list) -> None:
         rows, length = whole.shape
         for borders in itertools.combinations_with_replacement(range(length + 1), 2):
             parts = whole.tensor_split(borders, dim=1)
-            said = [hf_sequence.said_of(rows, part.shape[1], part) for part in parts]
-            assert list(hf_sequence.documents_of(said)) == starts
+            by_rank = [hf_sequence.describe_part(rows, part.shape[1], part) for part in parts]
+            assert list(hf_sequence.documents_of(by_rank)) == starts
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
@@ -365,11 +365,11 @@ def test_parts_in_another_order(ranks: int, borders: tuple[int, ...]) -> None:
     positions = torch.cat([torch.arange(b - a) for a, b in itertools.pairwise((0, *borders, 36))])[None]
     size, whole = 36 // ranks, torch.arange(36)[None]
     for order in itertools.permutations(range(ranks)):
-        said = [hf_sequence.said_of(1, size, positions[:, size * i : size * (i + 1)]) for i in order]
+        by_rank = [hf_sequence.describe_part(1, size, positions[:, size * i : size * (i + 1)]) for i in order]
         tokens = torch.cat([whole[:, size * i : size * (i + 1)] for i in order], 1)[0].tolist()
         inside = [tokens.index(a) + 1 != tokens.index(a + 1) for a in range(35) if a + 1 not in borders] if ranks > 1 else []
         if any(inside):
             with pytest.raises(ds_memo.MemoError, match=r"the parts of ranks|order is not that of the ranks"):
-                hf_sequence.documents_of(said)
+                hf_sequence.documents_of(by_rank)
         else:
-            hf_sequence.documents_of(said)
+            hf_sequence.documents_of(by_rank)

@@ -10,20 +10,20 @@ import pytest
 import torch
 
 from ds_memo.sequence import kernels
-from ds_memo.sequence.kernels import Call, Cpu, Flash, Math, backward, forward, merge, side_by_side
+from ds_memo.sequence.kernels import Cpu, Flash, KernelCall, Math, backward, forward, merge, side_by_side
 from ds_memo.sequence.masks import Band, Mask, plan
-from ds_memo.sequence.parts import Parts
+from ds_memo.sequence.parts import SequenceParts
 from tests.sequence.layouts import dense, of_all, random_documents
 
 EXACT = 1e-12
 
 
-def visible(parts: Parts, mask: Mask, rows: int) -> torch.Tensor:
+def visible(parts: SequenceParts, mask: Mask, rows: int) -> torch.Tensor:
     """Return which keys queries see (b, s, s)."""
     return dense(mask, parts.length, tuple(parts.documents[row % len(parts.documents)] for row in range(rows)))
 
 
-def layout(ring: int, length: int, documents: Any = ((0,),)) -> list[Parts]:
+def layout(ring: int, length: int, documents: Any = ((0,),)) -> list[SequenceParts]:
     return of_all(1, ring, length, tuple(map(tuple, documents)))
 
 
@@ -41,7 +41,7 @@ def reference(
 
 
 def ring_of(
-    parts: Parts, inputs: list[torch.Tensor], mask: Mask, scale: float, softcap: float, own: int
+    parts: SequenceParts, inputs: list[torch.Tensor], mask: Mask, scale: float, softcap: float, own: int
 ) -> tuple[list[torch.Tensor], list[Any]]:
     """Compute one ring number's queries step by step; return out, lse and gradients by q and by all keys and values."""
     q, k, v, grad = inputs
@@ -76,7 +76,7 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def differences(
-    everywhere: list[Parts], mask: Mask, rows: int = 1, heads: tuple[int, int] = (4, 2), sizes: tuple[int, int] = (8, 8),
+    everywhere: list[SequenceParts], mask: Mask, rows: int = 1, heads: tuple[int, int] = (4, 2), sizes: tuple[int, int] = (8, 8),
     softcap: float = 0.0, dtype: torch.dtype = torch.float64,
     device: str = "cpu",
 ) -> list[float]:  # fmt: skip
@@ -224,7 +224,7 @@ def test_blocks_have_the_keys_that_they_see() -> None:
 # ---- what flash attention is called with -------------------------------------------------------------------------------------
 
 
-def documented(calls: list[Call], rows: int, s: int, t: int) -> torch.Tensor:
+def documented(calls: list[KernelCall], rows: int, s: int, t: int) -> torch.Tensor:
     """Return how often each query is given each key, where flash attention counts windows from the bottom right."""
     flat = any(call.borders for call in calls)
     counts = torch.zeros((1, rows * s, rows * t) if flat else (rows, s, t), dtype=torch.int)
@@ -320,27 +320,27 @@ def test_packed_rows_are_one_flash_call(documents: list[list[int]], mask: Mask) 
 
 def test_one_document_is_flash_attention_of_whole_rows() -> None:
     bands = plan(layout(1, 40)[0], Mask()).steps[0]
-    assert Flash(1.0).calls(bands, 3, 40, 40) == [Call(None, (0, 40), (0, 40), (None, 0))]
+    assert Flash(1.0).calls(bands, 3, 40, 40) == [KernelCall(None, (0, 40), (0, 40), (None, 0))]
 
 
 def test_rows_end_to_end_give_what_rows_give(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run calls side by side on the CPU, border by border, in the place of the CUDA kernel."""
 
     class Side(Flash):
-        def each(self, call: Call) -> list[Call]:
+        def each(self, call: KernelCall) -> list[KernelCall]:
             spans = zip(call.borders[0], call.borders[0][1:], call.borders[1], call.borders[1][1:], strict=False)
             return [
-                Call(None, (a, b), (c, d), (left and left - (d - c) + (b - a), right and right + (d - c) - (b - a)))
+                KernelCall(None, (a, b), (c, d), (left and left - (d - c) + (b - a), right and right + (d - c) - (b - a)))
                 for a, b, c, d in spans
                 for left, right in [call.limits]
             ]
 
-        def forward(self, qkv: Any, call: Call) -> Any:
+        def forward(self, qkv: Any, call: KernelCall) -> Any:
             qkv = [qkv[0], *(x.repeat_interleave(2, 2) for x in qkv[1:])]
             outs = [Math(self.scale).forward(kernels._parts(qkv, part), part) for part in self.each(call)]
             return torch.cat([out for out, _ in outs], 1), torch.cat([lse for _, lse in outs], 2)
 
-        def backward(self, grad: Any, qkv: Any, out: Any, lse: Any, call: Call) -> Any:
+        def backward(self, grad: Any, qkv: Any, out: Any, lse: Any, call: KernelCall) -> Any:
             qkv = [qkv[0], *(x.repeat_interleave(2, 2) for x in qkv[1:])]
             dq, dk, dv = (torch.cat(shares, 1) for shares in zip(*(
                 Math(self.scale).backward(

@@ -10,7 +10,7 @@ import torch
 
 from ds_memo.sequence import masks
 from ds_memo.sequence.masks import Band, Mask, plan
-from ds_memo.sequence.parts import Parts
+from ds_memo.sequence.parts import SequenceParts
 from tests.faults import put_in
 from tests.sequence.layouts import SHAPES, dense, of_all, random_documents, striped
 
@@ -30,7 +30,7 @@ def of_band(band: Band) -> torch.Tensor:
     return seen
 
 
-def computed(everywhere: list[Parts], mask: Mask, rows: int) -> torch.Tensor:
+def computed(everywhere: list[SequenceParts], mask: Mask, rows: int) -> torch.Tensor:
     """How often each pair (rows, queries, keys) is computed by the ranks of Ulysses number 0, padding with it."""
     length, ring, ulysses = everywhere[0].length, everywhere[0].ranks.ring, everywhere[0].ranks.ulysses
     pairs = torch.zeros(rows, length, length, dtype=torch.int)
@@ -108,7 +108,7 @@ def test_swapped_pieces_would_show(kind, monkeypatch):
 
     def planned_swapped(right, parts, mask):
         with monkeypatch.context() as patch:
-            put_in(patch, Parts, "pieces_of_ring", lambda right, parts, number: right(parts, number)[::-1])
+            put_in(patch, SequenceParts, "pieces_of_ring", lambda right, parts, number: right(parts, number)[::-1])
             return right(parts, mask)
 
     put_in(monkeypatch, masks, "_plan", planned_swapped)

@@ -98,7 +98,7 @@ class TestTwoRanks(DistributedTest):
 
     def test_without_the_mask(self, monkeypatch):
         """Tokens that see the padding before them are others'."""
-        put_in(monkeypatch, hf_sequence, "said_of", lambda right, *args: right(*args[:3]))
+        put_in(monkeypatch, hf_sequence, "describe_part", lambda right, *args: right(*args[:3]))
         assert distances("llama", 2, Padded((7, 0)))[0] > 1e-2
 
     def test_refusals(self):

@@ -250,6 +250,16 @@ def test_segments_are_a_gib_at_most(monkeypatch):
     assert host.allocate(14 * PAGE, "y").nbytes == 14 * PAGE
 
 
+def test_a_line_says_how_much_was_locked(monkeypatch, capsys):
+    monkeypatch.setattr("ds_memo.swap.host_pool._TOLD_S", 0.0)
+    System(monkeypatch, limit=15 * PAGE)
+    host = HostSlab(100 * PAGE, HostPool(CUDA))
+    host.budget.pass_begins()
+    allocated(host, 10)
+    host.budget.forward_over()
+    assert re.search(r"ds_memo locked .* GiB of host memory in 0\.\d s\n$", capsys.readouterr().err)
+
+
 # ---- segments
 
 

@@ -9,7 +9,7 @@ import itertools
 
 import pytest
 
-from ds_memo.nvme.home import FileHome
+from ds_memo.nvme.file_home import FileHome
 from ds_memo.swap.frame import Kept
 from ds_memo.swap.stream_protocol import H2D
 from ds_memo.swap.streams import ThreadStreams
