@@ -22,7 +22,7 @@ from ds_memo.files import read_bounded
 from ds_memo.plan import verify
 from ds_memo.plan.bilevel import PhaseReport, Plan, Slot
 from ds_memo.plan.errors import MalformedInput, PlanError
-from ds_memo.plan.phases import PHASE_WORDS, LayerPass, PassPart, PhaseName, parse_phase
+from ds_memo.plan.phases import PHASE_WORDS, PassPart, PhaseName, parse_phase
 from ds_memo.plan.trace import UNIT, Phase, Request, Trace
 
 SCHEMA = "ds_memo.plan/2"
