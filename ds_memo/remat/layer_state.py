@@ -117,7 +117,7 @@ class ModulePart:
         table, now = self.table, self.settings()
         if now.keys is not settings.keys:
             for name in now.keys - settings.keys:
-                if not is_foreign(name):
+                if not is_deepspeeds(name):
                     del table[name]
         for name, value in zip(settings.names, settings.values, strict=True):
             if table.get(name, _MISSING) is not value:
@@ -135,7 +135,7 @@ class ModulePart:
     def snapshot(self) -> Callable[[], None]:
         """Return a function that puts back, in place, what :meth:`put_in` and a run may change. DeepSpeed's attributes stay."""
         table = self.table
-        own = {name: value for name, value in table.items() if not is_foreign(name)}
+        own = {name: value for name, value in table.items() if not is_deepspeeds(name)}
         held = [
             (value, contents_of(value))
             for name in _OF_EVERY_MODULE
@@ -144,7 +144,7 @@ class ModulePart:
 
         def put_back() -> None:
             for name in table.keys() - own.keys():
-                if not is_foreign(name):
+                if not is_deepspeeds(name):
                     del table[name]
             table.update(own)
             for container, contents in held:
@@ -156,7 +156,7 @@ class ModulePart:
         """Yield each table, name and value of its attributes and buffers."""
         for table in (self.table, self.table["_buffers"]):
             for name, value in table.items():
-                if not (is_foreign(name) or name in _OF_EVERY_MODULE):
+                if not (is_deepspeeds(name) or name in _OF_EVERY_MODULE):
                     yield table, name, value
 
 
@@ -172,7 +172,7 @@ def _is_setting(name: str, value: Any) -> bool:
     if type(value) in (list, tuple):
         return all(type(inner) in PLAIN for inner in value)
     plain = type(value) in PLAIN or (callable(value) and not isinstance(value, (nn.Module, torch.Tensor)))
-    return plain and not is_foreign(name)
+    return plain and not is_deepspeeds(name)
 
 
 class LayerState:
@@ -392,7 +392,7 @@ def unchanged(module: nn.Module) -> Iterator[None]:
             table[name] = value
 
 
-def is_foreign(name: str) -> bool:
+def is_deepspeeds(name: str) -> bool:
     """Return True for an attribute that DeepSpeed keeps in modules: its hooks count by it in every run."""
     return name.startswith(("ds_", "applied_pre_backward", "_original_parameters", "_external_params"))
 

@@ -75,9 +75,14 @@ def check(call: Call, how: str, which: str, settings: dict[str, Any], first: int
     compare_with_stock(Merges().double(), drive, settings, 3, same=assert_step)
 
 
-@pytest.mark.parametrize("way", SETTINGS)
-@pytest.mark.parametrize("how", ["merged", "another"])
-@pytest.mark.parametrize("which", ["", "norm1", "qkv.weight"])
+@pytest.mark.parametrize(
+    "which, how, way",
+    [
+        *(("", "merged", "whole"), ("", "another", "recomputed"), ("", "merged", "tiles")),
+        *(("norm1", "another", "whole"), ("norm1", "merged", "recomputed"), ("norm1", "another", "tiles")),
+        *(("qkv.weight", "merged", "whole"), ("qkv.weight", "another", "recomputed"), ("qkv.weight", "merged", "tiles")),
+    ],
+)
 def test_functional_call(which: str, how: str, way: str) -> None:
     check(in_functional_call, how, which, SETTINGS[way])
 
