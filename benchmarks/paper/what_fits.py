@@ -7,6 +7,7 @@ Model states stay on the device where that fits; else the optimizer, then all st
 from __future__ import annotations
 
 from benchmarks.published_runs import MODELS, machine
+from benchmarks.results import markdown
 from ds_memo.estimate.estimate import longest
 from ds_memo.estimate.model import load
 from ds_memo.estimate.question import Estimate, Question
@@ -40,8 +41,7 @@ def cell(answer: Estimate | None) -> str:
 
 
 def main() -> None:
-    for gpus in GPUS:
-        print(f"| {gpus} | " + " | ".join(cell(farthest(name, gpus)) for name in NAMES) + " |", flush=True)
+    print(*markdown(("H100", *NAMES), ((gpus, *(cell(farthest(name, gpus)) for name in NAMES)) for gpus in GPUS)), sep="\n")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.repeat import repeat_layer
 from ds_memo.plan import bilevel, plan_trace, read_trace, solve, verify
 from ds_memo.plan.bilevel import Plan
 from ds_memo.plan.dsa import Problem
@@ -12,6 +11,7 @@ from ds_memo.plan.phases import LayerPass, parse_phase
 from ds_memo.plan.trace import Request, Trace
 from tests.everyday import everyday
 from tests.plan.instances import TRACES, a_second_at_most, dense
+from tests.plan.repeat import repeat_layer
 
 LONG = [p for p in TRACES if "_L4_" in p.name]
 
