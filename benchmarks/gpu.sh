@@ -26,7 +26,7 @@ all() {
     local worst=0 summary= status words
     trap end_verb EXIT
     trap 'exit 143' INT TERM
-    for words in check "check --parts allocator,flex" "check --parts tiles,tiles_float32" speed capacity; do
+    for words in check "check --parts flex,tiles,tiles_float32" speed capacity; do
         echo "==== $words"
         status=0
         limited $words "$@" || status=$?

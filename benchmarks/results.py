@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import statistics
 import sys
 import time
 import traceback
@@ -20,6 +21,8 @@ from benchmarks.environment import environment
 FOLDER = Path(__file__).parent / "results"
 VERBS = ("first", "check", "speed", "capacity")
 NO_TIME = "no time left"
+ALIKE = 0.05
+"""Share by which norms of all gradients may differ."""
 
 
 def device_or_exit(name: str, verb: str) -> torch.device:
@@ -120,19 +123,11 @@ class Run:
         return 1 if self.failures else 0
 
 
-def unmeasured(claim: str, why: str) -> dict[str, Any]:
-    """Return a bar without a measurement: not held, and named in the table."""
-    return {"claim": claim, "value": None, "bar": None, "held": False, "why": why.strip().split("\n")[-1][:200]}
-
-
-def say_claims(claims: list[dict[str, Any]]) -> None:
-    for claim in claims:
-        if claim["value"] is None:
-            say(f"      MISSED {claim['claim']}: {claim['why']}")
-            continue
-        margin = f", {claim['margin']:.2g} more is noise" if "margin" in claim else ""
-        verdict = "held  " if claim["held"] else "MISSED"
-        say(f"      {verdict} {claim['claim']}: {claim['value']:.4g} (bar {claim['bar']:g}{margin})")
+def unlike(norms: dict[str, float], where: str) -> list[str]:
+    """Return a failure if some rivals' gradients have other norms than most: who leaves a kernel out is fast for nothing."""
+    middle = statistics.median(norms.values()) if norms else 0.0
+    others = [f"{rival} {norm:.4g}" for rival, norm in norms.items() if not abs(norm - middle) <= ALIKE * middle]
+    return [f"{where}: norm of all gradients: {', '.join(others)}; median {middle:.4g}"] if others else []
 
 
 def markdown(head: Iterable[str], rows: Iterable[Iterable[Any]]) -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -126,11 +125,6 @@ def placements(report: dict[str, Any]) -> tuple[Any, ...]:
     return report.get("checkpointing"), report.get("alpha"), *layers
 
 
-def arena(report: dict[str, Any]) -> int:
-    """Return the bytes of planned addresses; 0: there are none, as without checkpointing."""
-    return (report.get("plan") or {}).get("arena") or 0
-
-
 def served(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
     """Count, between two reports of a plan, the requests with their address, and the others by reason.
 
@@ -146,40 +140,6 @@ def solution(report: dict[str, Any]) -> tuple[Any, ...]:
     """Return what speed and bytes depend on: placements, which ds_memo may change while it trains, and addresses."""
     profile, plan = report.get("profile") or {}, report.get("plan") or {}
     return (*placements(report), profile.get("changes"), plan.get("plans"), plan.get("arena"))
-
-
-@dataclass
-class Block:
-    """Steps that were timed."""
-
-    samples_s: list[float]
-    dropped_s: list[float]
-    """Samples of earlier steps, during which the solution changed."""
-    settled: bool
-    """True if it did not change during the samples."""
-    before: dict[str, Any]
-    """The report when they began."""
-    after: dict[str, Any]
-    memory: Memory
-
-
-def timed(installed: Installed, device: torch.device, take: Callable[[], list[float]], warm_up: Callable[[], Any]) -> Block:
-    """Time steps under one solution. If it changes meanwhile, drop the samples and take them again, twice at most.
-
-    Args:
-        take: the samples.
-        warm_up: before another try.
-    """
-    dropped: list[float] = []
-    for more_tries in (2, 1, 0):
-        before, memory = installed.report(), Memory(device)
-        samples, after = take(), installed.report()
-        settled = solution(before) == solution(after)
-        if settled or not more_tries:
-            break
-        dropped += samples
-        warm_up()
-    return Block(samples, dropped, settled, before, after, memory)
 
 
 def clear(device: torch.device) -> None:

@@ -60,13 +60,18 @@ def gpt_shape(layers: int, hidden: int, heads: int, lengths: tuple[int, ...]) ->
     return Shape("gpt", "gpt", layers, lengths, Size(hidden, heads, heads, 4 * hidden))
 
 
+_NEOX = {
+    "hidden_act": "gelu_pytorch_tanh",
+    "use_parallel_residual": False,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0},
+}
 _GPT, _LLAMA = Size(4096, 32, 32, 16384), Size(4096, 32, 8, 14336)
 _SMALL_GPT, _SMALL_LLAMA = Size(32, 8, 8, 128), Size(32, 8, 2, 112)
 _K = 1024
 
 
 def shapes(device: torch.device) -> dict[str, Shape]:
-    """The table of sizes: those of the claims on CUDA, tiny ones that try the harness elsewhere."""
+    """The table of sizes: those of the papers on CUDA, tiny ones that try the harness elsewhere."""
     if device.type == "cuda":
         one = tuple(n * _K for n in (16, 32, 64, 128))
         gpt, llama = _GPT, _LLAMA
@@ -102,9 +107,7 @@ def build(shape: Shape, device: torch.device) -> nn.Module:
     torch.manual_seed(0)
     with torch.device(device), born_as(dtype_of(device)):
         if shape.family == "gpt":
-            rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}
-            gpt = {"hidden_act": "gelu_pytorch_tanh", "use_parallel_residual": False, "rope_parameters": rope}
-            model: nn.Module = GPTNeoXForCausalLM(GPTNeoXConfig(**common, **gpt))
+            model: nn.Module = GPTNeoXForCausalLM(GPTNeoXConfig(**common, **_NEOX))
         elif shape.name in HYBRIDS:
             model = _hybrid(shape, common | {"num_key_value_heads": size.kv_heads})
             calls_mixers(model)  # catches the scans, in whose place the emulator has kernels
@@ -132,11 +135,10 @@ def _hybrid(shape: Shape, common: dict[str, Any]) -> nn.Module:
 def small_models(vocab: int, layers: int, hidden: int, heads: int, kv_heads: int, llama_ffn: int) -> dict[str, nn.Module]:
     """A GPT and a Llama shape that are no workloads, with the attention that Transformers picks."""
     common = {"vocab_size": vocab, "hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads}
-    gpt = {"intermediate_size": 4 * hidden, "use_parallel_residual": False, "hidden_act": "gelu_pytorch_tanh"}
     llama = {"intermediate_size": llama_ffn, "num_key_value_heads": kv_heads}
     torch.manual_seed(0)
     return {
-        "gpt-neox": GPTNeoXForCausalLM(GPTNeoXConfig(**common, **gpt)),
+        "gpt-neox": GPTNeoXForCausalLM(GPTNeoXConfig(**common, **_NEOX, intermediate_size=4 * hidden)),
         "llama": LlamaForCausalLM(LlamaConfig(**common, **llama)),
     }
 

@@ -20,6 +20,7 @@ from pydantic import BaseModel
 from benchmarks import picture
 from ds_memo.cli.main import VERBS
 from ds_memo.config import MemoConfig
+from ds_memo.estimate.question import METHODS
 from tests import support
 from tests.messages import NO_CURE, messages, says_what_to_do
 
@@ -198,6 +199,13 @@ def test_the_readme_shows_the_result_files():
 
 STARTERS = re.compile(r"(What|How|Whether|Why|Of|If|By|But|Over|Where|Lately|As|It)\b")
 """Words that a function's docstring must not begin with: it says what the function does, "Return…", "Move…"."""
+
+
+def test_the_estimators_picture_shows_todays_methods():
+    """Matplotlib writes each word of an SVG beside its outline."""
+    words = re.findall(r"<!-- (.+?) -->", (REPO / "docs" / "estimate.svg").read_text())
+    command = "--model ds_configs/models/gpt-7b.json --hardware a800 --gpus 8 --compare --sweep 16K:2M -o docs/estimate.svg"
+    assert {word for word in words if re.fullmatch("[a-z_]+", word)} == set(METHODS), f"ds-memo estimate {command}"
 
 
 def test_docstrings_of_functions_begin_with_a_verb():

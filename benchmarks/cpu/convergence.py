@@ -5,8 +5,7 @@
 Trains ds_configs/models/tiny.json in fp32 on this Python's own sources with launch/train.py, one run after another, on the same
 batches. One more stock run has linear layers that add up their inner dimension in two parts: how far that drifts from
 stock is the floating-point noise of a reordered GEMM, and memo's curves must stay within as much. Writes convergence-DEVICE.json
-(every loss) and docs/convergence.png; prints a table; ends with 1 where a curve leaves the noise. Runs that are finished are not
-run again.
+(every loss) and docs/convergence.png; prints a table; ends with 1 where a curve leaves the noise.
 """
 
 from __future__ import annotations
@@ -16,10 +15,8 @@ import json
 import os
 import platform
 import runpy
-import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import torch
@@ -62,45 +59,20 @@ def every_run(rank_counts: list[int]) -> dict[str, tuple[int, float | None]]:
 def train(name: str, ranks: int, alpha: float | None, folder: Path, steps: int, length: int) -> dict:
     """Run launch/train.py in processes of its own and return its metrics."""
     stem = folder / name.replace(", ", "-").replace(" ", "_").replace("/", "over")
-    metrics, config = stem.with_suffix(".json"), stem.with_suffix(".config")
-    wanted = deepspeed_config(ranks, alpha)
-    if metrics.exists() and config.exists() and json.loads(config.read_text()) == [wanted, steps, length]:
-        return json.loads(metrics.read_text())
-    (settings := stem.with_suffix(".deepspeed")).write_text(json.dumps(wanted))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    arguments = [
-        "--deepspeed_config", settings, "--model", REPO / "ds_configs/models/tiny.json", "--seq-length", length, "--steps", steps,
-        "--metrics-json", metrics,
-    ]  # fmt: skip
+    metrics, config = stem.with_suffix(".json"), stem.with_suffix(".deepspeed")
+    config.write_text(json.dumps(deepspeed_config(ranks, alpha)))
     entry = [__file__, "--reordered"] if name == NOISE else [REPO / "launch" / "train.py"]
-    where = {"WORLD_SIZE": str(ranks), "LOCAL_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    where |= {"PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(REPO)]))}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks, *entry]
+    command += ["--deepspeed_config", config, "--model", REPO / "ds_configs/models/tiny.json", "--seq-length", length]
+    command += ["--steps", steps, "--metrics-json", metrics]
+    where = {"LOCAL_SIZE": str(ranks), "PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(REPO)]))}
     if not torch.cuda.is_available():
         where |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    processes = []
     with stem.with_suffix(".log").open("w") as log:
-        for rank in range(ranks):
-            own = os.environ | where | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            command = [str(word) for word in (sys.executable, *entry, *arguments)]
-            processes.append(subprocess.Popen(command, env=own, stdout=log, stderr=subprocess.STDOUT))
-        try:
-            codes = exit_codes(processes)
-        finally:
-            for process in processes:
-                process.kill()
-    if any(codes):
+        done = subprocess.run([str(word) for word in command], env=os.environ | where, stdout=log, stderr=log, check=False)
+    if done.returncode:
         sys.exit(f"{name} failed: see {log.name}")
-    config.write_text(json.dumps([wanted, steps, length]))
     return json.loads(metrics.read_text())
-
-
-def exit_codes(ranks: list[subprocess.Popen]) -> list[int | None]:
-    """Wait until all ranks have ended, or one has failed: the others would wait for it in vain. None: it still runs."""
-    while not any(codes := [rank.poll() for rank in ranks]) and None in codes:
-        time.sleep(0.1)
-    return codes
 
 
 def train_reordered(arguments: list[str]) -> None:

@@ -18,18 +18,18 @@ what an allocator rounds them to. Printed per alpha and number of resident layer
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import weakref
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from transformers import GPTNeoXConfig, GPTNeoXModel, LlamaConfig, LlamaModel
 
 import ds_memo
+from benchmarks import results
+from benchmarks.workloads import small_models
 from ds_memo.profile.live import LiveBytes
 from ds_memo.swap.engine import SwapEngine
 from ds_memo.swap.frame import Frame
@@ -39,39 +39,10 @@ TOLERANCE = 0.03
 ALPHAS = (0.0, 0.125, 0.5, 1.0)
 
 
-def gpt(layers: int, length: int) -> nn.Module:
-    config = GPTNeoXConfig(
-        vocab_size=64,
-        hidden_size=HIDDEN,
-        intermediate_size=4 * HIDDEN,
-        num_hidden_layers=layers,
-        num_attention_heads=HIDDEN // HEAD,
-        max_position_embeddings=length,
-        hidden_act="gelu_pytorch_tanh",
-        use_parallel_residual=False,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0},
-        use_cache=False,
-    )
-    return GPTNeoXModel(config)
-
-
-def llama(layers: int, length: int) -> nn.Module:
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=HIDDEN,
-        intermediate_size=HIDDEN * 7 // 2,
-        num_hidden_layers=layers,
-        num_attention_heads=HIDDEN // HEAD,
-        num_key_value_heads=1,
-        max_position_embeddings=length,
-        use_cache=False,
-    )
-    return LlamaModel(config)
-
-
 @dataclass(frozen=True)
 class Shape:
-    build: Callable[[int, int], nn.Module]
+    model: str
+    """Name among the small models."""
     whole: float
     """Units per layer that are stored whatever alpha is."""
     rows: float
@@ -81,7 +52,7 @@ class Shape:
         return self.whole + self.rows * alpha
 
 
-SHAPES = {"gpt": Shape(gpt, 2.0, 8.0), "llama": Shape(llama, 2.06, 9.5)}
+SHAPES = {"gpt": Shape("gpt-neox", 2.0, 8.0), "llama": Shape("llama", 2.06, 9.5)}
 
 
 @dataclass
@@ -132,10 +103,10 @@ class Bench:
     """
 
     def __init__(self, shape: str, layers: int, length: int, device: str = "cpu", dtype: torch.dtype = torch.float32) -> None:
-        torch.manual_seed(0)
         self.shape, self.layers = shape, layers
         self.device = torch.device(device)
-        self.model = SHAPES[shape].build(layers, length).to(self.device, dtype).train()
+        models = small_models(64, layers, HIDDEN, heads=HIDDEN // HEAD, kv_heads=1, llama_ffn=HIDDEN * 7 // 2)
+        self.model = models[SHAPES[shape].model].base_model.to(self.device, dtype).train()
         self.tokens = torch.randint(0, 64, (1, length), device=self.device)
         self.unit = length * HIDDEN * dtype.itemsize
         self.attention = self.unit + length * (HIDDEN // HEAD) * 4  # its output and the log-sum-exp in float32
@@ -185,7 +156,7 @@ class Bench:
         )
 
     def _loss(self) -> torch.Tensor:
-        return self.model(input_ids=self.tokens).last_hidden_state.square().mean()
+        return self.model(input_ids=self.tokens, use_cache=False).last_hidden_state.square().mean()
 
     def _baseline(self) -> Baseline:
         with LiveBytes(self.device) as count:
@@ -229,34 +200,26 @@ def _watch_frames(engine: SwapEngine, count: LiveBytes, live: list[int]) -> list
     return frames
 
 
-def _line(row: Measured) -> str:
-    bar = "     –" if row.backward_bar is None else f"{row.backward_bar:6.2f}"
-    return (
-        f"    {row.alpha:5.3f} {row.resident_layers:8d} {row.step:4d} | {row.stored:6.3f} {row.stored_bar:6.3f} | "
-        f"{row.live:6.2f} {row.live_bar:6.2f} | {row.buffers:7d}   2 | {row.backward_peak:13.2f} {bar}   "
-        f"{', '.join(row.misses()) or 'ok'}"
-    )
-
-
 def measure(device: torch.device, dtype: torch.dtype, layers: int = 8, length: int = 512) -> list[Measured]:
-    """Print the table and return its rows."""
-    results: list[Measured] = []
+    """Print the tables and return their rows."""
+    found: list[Measured] = []
     print(f"{layers} layers, s {length}, h {HIDDEN}, {dtype} on {device}; units of b·s·h elements")
     for shape in SHAPES:
         bench = Bench(shape, layers, length, str(device), dtype)
-        print(f"\n{shape}")
         for name, base in (("everything saved", bench.plain), ("torch.utils.checkpoint", bench.checkpointed)):
-            print(f"    {name:23s} after forward {base.after_forward:7.2f}   backward peak {base.backward_peak:7.2f}")
-        print("    alpha resident step | stored    bar |   live    bar | buffers bar | backward peak    bar")
-        for alpha in ALPHAS:
-            for resident in (0, 2):
-                for step in (1, 2):
-                    row = bench.measure(alpha, resident, step)
-                    results.append(row)
-                    print(_line(row))
-    missed = [miss for row in results for miss in row.misses()]
-    print(f"\n{len(results)} configurations, {len(missed)} over a bar")
-    return results
+            print(f"{shape}, {name}: after forward {base.after_forward:.2f}, backward peak {base.backward_peak:.2f}")
+        rows = [bench.measure(*how) for how in itertools.product(ALPHAS, (0, 2), (1, 2))]
+        head = ("alpha", "resident", "step", "stored", "bar", "live", "bar", "buffers (2)", "backward peak", "bar", "")
+        print(*results.markdown(head, map(_cells, rows)), sep="\n")
+        found += rows
+    missed = [miss for row in found for miss in row.misses()]
+    print(f"{len(found)} configurations, {len(missed)} over a bar")
+    return found
+
+
+def _cells(row: Measured) -> tuple[Any, ...]:
+    peaks = (row.stored, row.stored_bar, row.live, row.live_bar, row.buffers, row.backward_peak, row.backward_bar or 0.0)
+    return row.alpha, row.resident_layers, row.step, *(f"{value:.2f}" for value in peaks), ", ".join(row.misses()) or "ok"
 
 
 def main() -> None:
@@ -267,11 +230,10 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    results = measure(torch.device(options.device), getattr(torch, options.dtype), options.layers, options.length)
-    missed = [miss for row in results for miss in row.misses()]
+    rows = measure(torch.device(options.device), getattr(torch, options.dtype), options.layers, options.length)
     if options.json:
-        options.json.write_text(json.dumps([asdict(row) for row in results], indent=1))
-    raise SystemExit(bool(missed))
+        options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
+    raise SystemExit(any(row.misses() for row in rows))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,11 @@
 """The planner's numbers: python -m benchmarks.plan [--scaling | --tiles]
 
-Prints every figure of docs/plan.md and writes them with hardware and versions to benchmarks/results/plan.json.
---scaling does plan_scaling.py alone (10 minutes), --tiles plan_tiles.py (4 minutes).
+Prints the figures of docs/plan.md and writes them with hardware and versions to benchmarks/results/plan.json.
+
+--scaling   plans traces of 10^3 to 10^6 requests, in layers and in one phase (tests/plan/instances.py), each in a fresh process:
+            time and memory, and docs/plan_scaling.png (10 minutes)
+--tiles     trains a model of 32 layers and 64 tiles, 64 wide, on the allocator op for CPUs. The first three steps are logged, the
+            fourth follows the plan. Then the log is planned once more (4 minutes)
 """
 
 from __future__ import annotations
@@ -10,22 +14,28 @@ import argparse
 import json
 import os
 import platform
+import resource
+import subprocess
+import sys
 import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from benchmarks import plan_scaling
 from benchmarks.caching_allocator import simulate
-from benchmarks.repeat import repeat_layer
 from ds_memo.plan import plan_trace, read_trace, search, solve, verify
-from ds_memo.plan.dsa import Problem, peak
-from ds_memo.plan.milp import MilpFailed, solve_milp
-from ds_memo.plan.rescale import rescale
 from ds_memo.plan.trace import Trace
 from ds_memo.units import GIB
-from tests.plan.instances import CAPACITY, GAP, GAP_BEST, MINIMALLOC, TRACES, dense, packing
+from tests.plan import instances
+from tests.plan.instances import CAPACITY, MINIMALLOC, TRACES, packing
+from tests.plan.repeat import repeat_layer
 
 ROOT = Path(__file__).resolve().parents[2]
+SIZES = (1_000, 10_000, 100_000, 300_000, 1_000_000)
+"""Requests of --scaling."""
+LIMIT = 60.0
+"""Seconds of a plan of --scaling."""
+LAYERS, TILES, TOKENS = 32, 64, 256
+"""Sizes of --tiles."""
 
 
 def table(title: str, rows: list[dict]) -> list[dict]:
@@ -100,46 +110,8 @@ def minimalloc() -> list[dict]:
     return table(f"MiniMalloc's challenging set, capacity {CAPACITY} (target: each under 10 s on one core)", rows)
 
 
-def mip() -> list[dict]:
-    rows = []
-    for solver in ("cbc", "highs"):
-        began = time.perf_counter()
-        try:
-            found = peak(GAP.buffers, solve_milp(GAP.buffers, 60, solver=solver, tight=False).offsets)
-        except MilpFailed as e:
-            found = str(e)
-        rows.append({"solver": solver, "MIP": found, "optimum": GAP_BEST, "seconds": time.perf_counter() - began})
-    return table("The paper's MIP alone (no greedy, no start, no tightening) against the proven optimum", rows)
-
-
-def speed() -> list[dict]:
-    rows = []
-    gpt = repeat_layer(read_trace(next(p for p in TRACES if p.stem == "gpt_none_L4_s16k")), 43)
-    plan = plan_trace(gpt, solver="greedy")
-    sizes = [2 * s.requested for s in plan.slots]
-    took = [_time(lambda: rescale(plan, sizes)) for _ in range(7)]
-    rows.append({"what": f"rescale {len(gpt.requests)} requests (target 0.05)", "seconds": min(took)})
-    buffers, offsets = [s.buffer() for s in plan.slots], [s.offset for s in plan.slots]
-    rows.append({"what": f"verify {len(buffers)} slots", "seconds": _time(lambda: verify.check(buffers, offsets))})
-    hard = Problem(tuple(b._replace(size=b.size + i % 512) for i, b in enumerate(dense(300, 1, trim=0.2).buffers)))
-    for solver in ("search", "cbc", "highs"):
-        took = _time(lambda s=solver: solve(hard, solver=s, seconds=1))
-        rows.append({"what": f"a limit of 1 s on a hard problem, {solver}", "seconds": took})
-    return table("Times", rows)
-
-
-def _time(work) -> float:
-    began = time.perf_counter()
-    work()
-    return time.perf_counter() - began
-
-
 def machine() -> dict:
-    cpu = platform.processor()
-    if Path("/proc/cpuinfo").exists():
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        models = [x.split(":", 1)[1].strip() for x in lines if x.startswith("model name")]
-        cpu = models[0] if models else cpu
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     packages = {}
     for name in ("numpy", "mip", "cbcbox", "highspy"):
         try:
@@ -147,35 +119,133 @@ def machine() -> dict:
         except PackageNotFoundError:
             packages[name] = None
     return {
-        "cpu": cpu, "cores": os.cpu_count(), "load": os.getloadavg()[0], "python": platform.python_version(),
+        "cpu": next((x.split(":", 1)[1].strip() for x in lines if x.startswith("model name")), platform.processor()),
+        "cores": os.cpu_count(), "load": os.getloadavg()[0], "python": platform.python_version(),
         "system": platform.system(), "packages": packages, "date": time.strftime("%Y-%m-%d"),
     }  # fmt: skip
 
 
+# ---- --scaling
+
+
+def scaling() -> list[dict]:
+    rows = []
+    for solver in ("greedy", "cbc"):
+        for kind in ("layered", "flat"):
+            for size in SIZES:
+                words = [sys.executable, "-m", "benchmarks.plan", "--one", kind, str(size), solver]
+                run = subprocess.run(words, capture_output=True, text=True, check=True, cwd=ROOT)
+                rows.append(json.loads(run.stdout.splitlines()[-1]))
+                print("  ".join(f"{k} {v}" for k, v in rows[-1].items()), flush=True)
+    return rows
+
+
+def one(kind: str, size: int, solver: str) -> dict:
+    """Make one plan in this process. Memory is that of trace and plan, without Python's and numpy's own."""
+    before = _most_memory()
+    trace = getattr(instances, kind)(size)
+    began, busy = time.perf_counter(), time.process_time()
+    plan = plan_trace(trace, solver=solver, seconds=LIMIT)
+    took = time.perf_counter() - began
+    memory = _most_memory() - before
+    return {
+        "trace": kind,
+        "requests": len(trace.requests),
+        "solver": solver,
+        "seconds": round(took, 2),
+        "of the limit": round(took / LIMIT, 3),
+        "CPU s": round(time.process_time() - busy, 2),
+        "MiB": memory >> 20,
+        "bytes/request": memory // len(trace.requests),
+        "peak/bound": round(plan.peak / plan.lower_bound, 4),
+        "by": plan.method,
+    }
+
+
+def _most_memory() -> int:
+    """Return the peak bytes of this process."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def draw(rows: list[dict], target: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 3.4), dpi=100)
+    for column, key, unit in ((1, "seconds", "s"), (2, "MiB", "MiB")):
+        axes = figure.add_subplot(1, 2, column)
+        for kind in ("layered", "flat"):
+            for solver, line in (("greedy", "o-"), ("cbc", "x--")):
+                mine = [row for row in rows if (row["trace"], row["solver"]) == (kind, solver)]
+                axes.loglog([row["requests"] for row in mine], [row[key] for row in mine], line, label=f"{kind}, {solver}")
+        if key == "seconds":
+            axes.axhline(LIMIT, color="grey", linewidth=0.8, label="time limit")
+        axes.set(xlabel="requests", ylabel=unit)
+        axes.legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(target)
+
+
+# ---- --tiles
+
+
+def tiles() -> dict:
+    """Return the plan's numbers, and what the step that followed it hit and missed."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    import ds_memo
+
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "vocab_size": 64}
+    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=LAYERS, use_cache=False, **sizes))
+    section = {"alpha": 0.0, "resident_layers": 0, "tile_tokens": TOKENS, "head_groups": 2}
+    handle = ds_memo.attach(model, section)
+    ids = torch.randint(sizes["vocab_size"], (TILES, TOKENS))  # a sequence is a tile: attention takes little time
+    for _ in range(4):
+        model.zero_grad()
+        model(input_ids=ids, labels=ids).loss.backward()
+    report, addresses = handle.report(), handle._session.addresses
+    assert report["tiles"]["layers"] == list(range(LAYERS))
+    trace = addresses.log.trace()
+    handle.detach()
+    began, busy = time.perf_counter(), time.process_time()
+    plan = plan_trace(trace)
+    return {
+        "layers": LAYERS,
+        "tiles": TILES,
+        "requests": len(trace.requests),
+        "CPU s": round(time.process_time() - busy, 2),
+        "seconds": round(time.perf_counter() - began, 2),
+        "peak/bound": round(plan.peak / plan.lower_bound, 4),
+        "by": plan.method,
+        "hits": report["plan"]["hits"],
+        "misses": sum(report["plan"]["misses"].values()),
+    }
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--scaling", action="store_true")
     parser.add_argument("--tiles", action="store_true")
+    parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.scaling:
-        rows = plan_scaling.scaling()
-        plan_scaling.draw(rows, ROOT / "docs" / "plan_scaling.png")
-        _write("plan_scaling", {"machine": machine(), "limit": plan_scaling.LIMIT, "scaling": rows})
-        return
-    if args.tiles:
-        from benchmarks import plan_tiles  # torch
-
-        _write("plan_tiles", {"machine": machine(), "tiles": table("Layers in tiles", [plan_tiles.tiles()])})
-        return
-    search.load()  # compiled before anything is timed
-    results = {"machine": machine(), "plans": plans(), "allocators": allocators(), "minimalloc": minimalloc()}
-    results |= {"mip": mip(), "speed": speed()}
-    _write("plan", results)
+    if args.one:
+        kind, size, solver = args.one
+        print(json.dumps(one(kind, int(size), solver)))
+    elif args.scaling:
+        rows = scaling()
+        draw(rows, ROOT / "docs" / "plan_scaling.png")
+        _write("plan_scaling", {"limit": LIMIT, "scaling": rows})
+    elif args.tiles:
+        _write("plan_tiles", {"tiles": table("Layers in tiles", [tiles()])})
+    else:
+        search.load()  # compiled before anything is timed
+        results = {"plans": plans(), "allocators": allocators(), "minimalloc": minimalloc()}
+        _write("plan", results)
 
 
 def _write(name: str, results: dict) -> None:
     target = ROOT / "benchmarks" / "results" / f"{name}.json"
-    target.write_text(json.dumps(results, indent=1) + "\n")
+    target.write_text(json.dumps({"machine": machine(), **results}, indent=1) + "\n")
     print(f"\n{target.relative_to(ROOT)}")
 
 

@@ -81,13 +81,7 @@ class Alike(dist.ProcessGroup):
     def allreduce(self, tensors: Any, opts: Any = None) -> dist.Work:
         return self._takes(tensors, tensors, _THERE_AND_BACK)
 
-    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> dist.Work:
-        return self._takes(tensors, tensors, _THERE_AND_BACK)
-
     def reduce(self, tensors: Any, opts: Any = None) -> dist.Work:
-        return self._takes(tensors, tensors)
-
-    def broadcast(self, tensors: Any, opts: Any = None) -> dist.Work:
         return self._takes(tensors, tensors)
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
@@ -101,23 +95,12 @@ class Alike(dist.ProcessGroup):
             _tell(piece, mine.view(-1))
         return self._takes(mine, output)
 
-    def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
-        return self._takes(inputs, outputs)
-
     def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         return self._takes(inputs, outputs)
 
-    def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
-        return self._takes(inputs, outputs)
-
-    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
-        return self._takes(inputs, outputs)
-
-    def _reduce_scatter_base(self, output: torch.Tensor, mine: torch.Tensor, opts: Any = None) -> dist.Work:
-        return self._takes(mine, output)
-
-    def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
-        return self._takes(inputs, outputs)
+    allreduce_coalesced, broadcast = allreduce, reduce
+    scatter = reduce_scatter = _reduce_scatter_base = gather
+    allgather_into_tensor_coalesced = reduce_scatter_tensor_coalesced = gather
 
     def alltoall_base(
         self, output: torch.Tensor, mine: torch.Tensor, come: Sequence[int] = (), go: Sequence[int] = (), *_: Any

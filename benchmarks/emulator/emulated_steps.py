@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,17 +15,6 @@ if TYPE_CHECKING:
     from ds_memo.runtime.handle import MemoHandle
 
 HEADER = "step       ms  requested   reserved      arena  predicted  cudaMalloc   hits  residents  alpha  missed      (GiB)"
-_NO_REPORT = {
-    "plan": None,
-    "predicted": None,
-    "profile": None,
-    "resident_layers": 0,
-    "alpha": 0.0,
-    "warnings": [],
-    "stall_s": None,
-    "tiles": None,
-    "nvme": None,
-}
 
 
 class Step:
@@ -52,7 +42,7 @@ class Step:
         (end := torch.cuda.Event(enable_timing=True)).record()
         end.synchronize()
         took = self._memory.read(1, lambda: None)
-        report = self._handle.report() if self._handle else _NO_REPORT | {"binding": binding}
+        report = self._handle.report() if self._handle else collections.defaultdict(lambda: None, binding=binding, warnings=[])
         plan = report["plan"] or {"arena": 0, "misses": {}, "hits": 0}
         between = served(self._plan, plan)
         return {
@@ -72,8 +62,8 @@ class Step:
             "stall_s": report["stall_s"],
             "tiles": report["tiles"],
             "nvme": report["nvme"],
-            "residents": report["resident_layers"],
-            "alpha": report["alpha"],
+            "residents": report["resident_layers"] or 0,
+            "alpha": report["alpha"] or 0.0,
             "binding": report["binding"],
             "changes": (report["profile"] or {}).get("changes", []),
             "warnings": report["warnings"],

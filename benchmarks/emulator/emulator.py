@@ -5,13 +5,15 @@
     python -m benchmarks.emulator step gpt7b 65536 --zero 3 --ranks 8 --device-gib 24 [--rival checkpoint]
     python -m benchmarks.emulator syncs gpt7b 32768 --zero 3 --ranks 8 [--rival checkpoint]
     python -m benchmarks.emulator order gpt7b 16384 [--memo '{"alpha": 0.5}']
+    python -m benchmarks.emulator peak llama8b 102400 [--rival "ds_memo, tiles"] [--device-gib 16] [--snapshot FILE.pickle]
     python -m benchmarks.emulator capacity [gpt7b] [--device-gib 16] [--host-gib 32] [--rivals …]
     python -m benchmarks.emulator speed [gpt7b] [65536] [--hardware h200] [--device-gib 20] [--host-gib 32] [--rivals …]
 
 emulator.cpp stands in for CUDA below a real CUDA build of torch: the caching allocator, autograd's thread, streams and events,
 and the allocator op are used as on a GPU, kernels do nothing and take the time that emulated_time.py says. `step` shows what each
 step asked for, reserved and missed; `syncs` who makes the host or compute wait in steady steps; `order` which accesses to the
-same bytes nothing orders; `capacity` runs the search of `gpu.sh capacity` in here, `speed` a point of `gpu.sh speed`.
+same bytes nothing orders; `peak` what stands on the device at a step's peak, by the code that asked for it, in units of tokens ·
+hidden size · 2 bytes; `capacity` runs the search of `gpu.sh capacity` in here, `speed` a point of `gpu.sh speed`.
 None of it is a GPU's result. What results/ has of it is marked `emulated`.
 
 DS_MEMO_CUDA_TORCH: the Python of an environment with a CUDA build of torch, DeepSpeed, Transformers and ninja.
@@ -20,6 +22,7 @@ DS_MEMO_CUDA_TORCH: the Python of an environment with a CUDA build of torch, Dee
 from __future__ import annotations
 
 import argparse
+import collections
 import contextlib
 import functools
 import itertools
@@ -29,6 +32,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any, TextIO
 
 import torch
@@ -36,7 +40,6 @@ from torch import nn
 
 import ds_memo
 from benchmarks.capacity import longest, search_here
-from benchmarks.claims import claims
 from benchmarks.emulated_calls import PER_LAYER, SYNCHRONIZING, Calls
 from benchmarks.emulated_files import emulated_drives
 from benchmarks.emulated_order import Unordered
@@ -45,7 +48,7 @@ from benchmarks.emulated_ranks import NAME, among
 from benchmarks.emulated_steps import HEADER, Step, line
 from benchmarks.emulated_time import Clock, keeping_time
 from benchmarks.point import run_point
-from benchmarks.rivals import RIVALS, Budget, Installed
+from benchmarks.rivals import RIVALS, Budget, Installed, Rival
 from benchmarks.speed import show
 from benchmarks.timing import Trainer
 from benchmarks.workloads import batch, build, loss_of, shapes
@@ -192,7 +195,7 @@ def speed(workload: str, length: int, rivals: list[str], host_gib: float, device
     with tempfile.TemporaryDirectory() as cache:
         budget = Budget(device, int(host_gib * GIB), device_bytes, cache_dir=cache)
         point = run_point(shapes(device)[workload], length, [RIVALS[name] for name in rivals], budget, steps=2)
-    return point | {"emulated": True, "claims": claims(point)}
+    return point | {"emulated": True}
 
 
 def syncs(run: Callable[..., Any]) -> dict[str, Any]:
@@ -237,17 +240,77 @@ def show_syncs(found: dict[str, Any], layers: int) -> None:
         print(f"{total('ds_memo', name) / layers:7.1f}  {name}")
 
 
+def peak(
+    workload: str, length: int, rival: Rival, device_gib: float, host_gib: float, snapshot: str | None
+) -> tuple[int, dict[str, list[int]]]:
+    """Train until steps are steady; return the bytes of a unit, and those of the blocks at the peak of one more step, by source.
+
+    Args:
+        snapshot: a file for the step's history of allocations, which layer_backward.py draws.
+    """
+    device = torch.device("cuda", 0)
+    shape, found = shapes(device)[workload], collections.defaultdict[str, list[int]](list)
+    trainer = Trainer(build(shape, device), batch(shape, length, device))
+    with tempfile.TemporaryDirectory() as cache:
+        budget = Budget(device, int(host_gib * GIB), int(device_gib * GIB), cache_dir=cache)
+        with rival.on(trainer.model, budget) as installed:
+            for _ in range(max(2, rival.warm_up)):
+                trainer.step(installed)
+            torch.cuda.memory._record_memory_history(context="alloc", stacks="python", max_entries=10**7)
+            trainer.step(installed)
+            (trace,) = torch.cuda.memory._snapshot(device)["device_traces"][:1]
+            if snapshot:
+                torch.cuda.memory._dump_snapshot(snapshot)
+            torch.cuda.memory._record_memory_history(enabled=None)
+    for event in at_peak(trace).values():
+        found[source(event["frames"])].append(event["size"])
+    return length * trainer.model.config.hidden_size * 2, found
+
+
+def at_peak(trace: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """Return the blocks that are allocated when most bytes are, by address. Weights and gradients are not in the trace."""
+    live: dict[int, dict[str, Any]] = {}
+    total = most = 0
+    found: dict[int, dict[str, Any]] = {}
+    for event in trace:
+        if event["action"] == "alloc":
+            live[event["addr"]] = event
+            total += event["size"]
+            if total > most:
+                most, found = total, dict(live)
+        elif event["action"] == "free_completed" and event["addr"] in live:
+            total -= live.pop(event["addr"])["size"]
+    return found
+
+
+def source(frames: list[dict[str, Any]]) -> str:
+    """Return the innermost line of ours, or of the model, in a stack."""
+    for frame in frames:
+        ours = any(part in frame["filename"] for part in ("ds_memo/", "benchmarks/", "transformers/models/"))
+        if ours and "/emulated_" not in frame["filename"]:  # the clock passes every op on
+            return f"{frame['filename'].rpartition('/')[2]}:{frame['line']} {frame['name']}"
+    return "autograd"
+
+
+def show_peak(unit: int, found: dict[str, list[int]]) -> None:
+    print(f"one unit: {unit / GIB:.3f} GiB")
+    for where, sizes in sorted(found.items(), key=lambda item: -sum(item[1])):
+        if sum(sizes) > 0.005 * unit:
+            print(f"{sum(sizes) / unit:6.2f} units  {sum(sizes) / GIB:6.2f} GiB  {len(sizes):4d} blocks  {where}")
+    print(f"{sum(map(sum, found.values())) / unit:6.2f} units in all")
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m benchmarks.emulator", description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=("step", "syncs", "order", "capacity", "speed"))
+    parser.add_argument("what", choices=("step", "syncs", "order", "peak", "capacity", "speed"))
     parser.add_argument("workload", nargs="?", default="gpt7b")
     parser.add_argument("length", nargs="?", type=int, default=16384)
     parser.add_argument("--memo", type=json.loads, default={}, metavar="JSON", help='the "memo" section; default: all is solved')
     parser.add_argument("--models", type=int, default=1, metavar="N", help="that take turns in `step`; default: 1")
     parser.add_argument("--zero", type=int, choices=range(4), help="train under DeepSpeed at this stage; for `step`")
     parser.add_argument("--ranks", type=int, default=1, metavar="N", help="that train alike, with --zero; default: 1")
-    theirs = [name for name in RIVALS if not name.startswith("ds_memo")]
-    parser.add_argument("--rival", choices=theirs, help="for `step` to train with in place of ds_memo")
+    parser.add_argument("--rival", choices=RIVALS, help="to train with in place of what --memo says")
+    parser.add_argument("--snapshot", metavar="FILE.pickle", help="of `peak`: the step's history of allocations")
     parser.add_argument("--compile", choices=("aot_eager", "inductor"), help="compile the model with torch.compile")
     parser.add_argument("--slow-link", type=float, metavar="X", help="share of the link that `step` has after some steps")
     parser.add_argument("--device-gib", type=float, help="default: 139.8, for capacity 16")
@@ -258,7 +321,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--hardware", default="h200", help="whose rates: a name or file of ds-memo estimate; default: h200")
     parser.add_argument("--nvme-gb-per-s", type=float, metavar="X", help="of emulated drives behind the host, for `step`")
     parser.add_argument("--nvme-gib", type=float, default=15000.0, metavar="X", help="their size; default: 15,000")
-    parser.add_argument("--json", action="store_true", help="print what `step`, `syncs`, `order` or `capacity` found as JSON")
+    parser.add_argument("--json", action="store_true", help="print what was found as JSON")
     parser.add_argument("--emulated", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if not options.emulated:
@@ -283,6 +346,11 @@ def _run(clock: Clock, options: argparse.Namespace) -> None:
     if options.what == "speed":
         point = speed(options.workload, options.length, options.rivals, options.host_gib, options.device_gib)
         tell(point, lambda: show(point))
+        return
+    if options.what == "peak":
+        rival = RIVALS[options.rival] if options.rival else replace(RIVALS["ds_memo"], settings=options.memo)
+        found = peak(options.workload, options.length, rival, options.device_gib or 16.0, options.host_gib, options.snapshot)
+        tell(found, lambda: show_peak(*found))
         return
     memo, drives = {"enabled": True, **options.memo}, nullcontext()
     if options.nvme_gb_per_s:

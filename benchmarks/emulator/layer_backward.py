@@ -19,20 +19,20 @@ import numpy as np
 
 from ds_memo.errors import MemoError, quoted
 from ds_memo.files import write_output
-from ds_memo.plan.errors import MalformedInput
 from ds_memo.plan.snapshot import read_events
 from ds_memo.show.plan import saved
 from ds_memo.units import GIB
 
 _OTHERS = "gradients, kernels' workspace"
 _OF_ALL_TOKENS = "q, k, v, attention's output; their gradients"
+_AGAIN = "outputs that are computed again"
 _PURPOSES = {
     "tiles/weight_gradients.py:_plus_product": "sums of weight gradients",
     "tiles/attention_call.py:add": _OF_ALL_TOKENS,
     "swap/": "reload buffers",
-    "remat/": "outputs that are computed again",
-    "tiles/attention_call.py:run_to_attention": "outputs that are computed again",
-    "tiles/attention_call.py:run_with_attention": "outputs that are computed again",
+    "remat/": _AGAIN,
+    "tiles/attention_call.py:run_to_attention": _AGAIN,
+    "tiles/attention_call.py:run_with_attention": _AGAIN,
     "tiles/weight_gradients.py:": _OTHERS,
     "tiles/attention.py:": _OTHERS,
     "tiles/": _OF_ALL_TOKENS,
@@ -42,7 +42,7 @@ COLOURS = {
     "reload buffers": "#5aa469",
     _OF_ALL_TOKENS: "#4878a8",
     "sums of weight gradients": "#9c6bb0",
-    "outputs that are computed again": "#e8a33d",
+    _AGAIN: "#e8a33d",
     _OTHERS: "#b0483a",
 }
 """By purpose, from the bottom up."""
@@ -56,10 +56,6 @@ _STAGES = {
 }
 """Functions by their order in a layer's backward."""
 _AUTOGRAD = 4
-
-
-class NoBackward(MemoError):
-    """A snapshot in which no layer's backward is found; the message says what to record."""
 
 
 @dataclass(frozen=True)
@@ -76,40 +72,31 @@ class LayerBackward:
 
 
 def read_layer_backward(path: str | Path) -> LayerBackward:
-    """Return the backward of a layer in the middle of a snapshot. Memory from before the recording does not count.
-
-    Raises:
-        NoBackward: no layer of ds_memo ran a backward.
-        PlanError: as ds_memo.plan.snapshot.read_snapshot.
-    """
+    """Return the backward of a layer in the middle of a snapshot. Memory from before the recording does not count."""
     events, source = read_events(path)
     alive: dict[int, tuple[str, int]] = {}
     now = dict.fromkeys(COLOURS, 0)
     rows: list[list[int]] = []
     begins: list[int] = []
     before = 0
-    for at, event in enumerate(events, 1):
-        try:
-            action, address, size = event["action"], event["addr"], event["size"]
-            functions = [function_of(frame) for frame in event["frames"]] if action == "alloc" else []
-        except (KeyError, TypeError, AttributeError):
-            raise MalformedInput(source, at, "an event of another form", "a dict with action, addr, size and frames") from None
-        if action == "alloc":
+    for event in events:
+        if event["action"] == "alloc":
+            functions = ["/".join(frame["filename"].split("/")[-2:]) + ":" + frame["name"] for frame in event["frames"]]
             stage = min((_STAGES[function] for function in functions if function in _STAGES), default=_AUTOGRAD)
             if stage == 1 < before:
                 begins.append(len(rows))
             before = stage
             purpose = _purpose(functions)
-            alive[address] = purpose, size
-            now[purpose] += size
-        elif action == "free_completed" and address in alive:
-            purpose, size = alive.pop(address)
+            alive[event["addr"]] = purpose, event["size"]
+            now[purpose] += event["size"]
+        elif event["action"] == "free_completed" and event["addr"] in alive:
+            purpose, size = alive.pop(event["addr"])
             now[purpose] -= size
         else:
             continue
         rows.append(list(now.values()))
     if len(begins) < 2:
-        raise NoBackward(
+        raise MemoError(
             f"{quoted(source, 400)}: found the backward of {len(begins)} layers, expected 2 or more. Record a training step with "
             'stacks (torch.cuda.memory._record_memory_history()), and with "plan": {"enabled": false} in the "memo" section'
         )
@@ -131,18 +118,12 @@ def as_png(backwards: Sequence[LayerBackward]) -> bytes:
         axes.set_title(f"{quoted(backward.name)}: peak {backward.peak / GIB:.2f} GiB", fontsize=11, loc="left", parse_math=False)
         axes.set_xlabel("time (index of the request)")
         axes.set_xlim(0, len(steps) - 1)
-        for side in ("top", "right"):
-            axes.spines[side].set_visible(False)
+        axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel("GiB that a layer's backward holds on the device")
     panels[0].set_ylim(bottom=0)
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles[::-1], labels[::-1], loc="outside lower center", ncols=3, fontsize=9, frameon=False)
     return saved(figure, "png")
-
-
-def function_of(frame: dict) -> str:
-    """Return a stack's entry as folder/file:function."""
-    return "/".join(frame["filename"].split("/")[-2:]) + ":" + frame["name"]
 
 
 def _purpose(functions: Sequence[str]) -> str:

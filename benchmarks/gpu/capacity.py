@@ -10,16 +10,13 @@ that get furthest come first, and each may take half of the time that is left. W
 full, so that step times compare: the emulator knows where each one ends.
 
 On CUDA the device budget is PyTorch's own limit of this process, and host memory that a rival pins beyond the host budget counts
-as not fitting. On a CPU, where there is no second kind of memory, the device budget is on the bytes that tensors take
-(LiveBytes), which tries the search and not the rivals.
-The smaller host budget is the case where host memory binds.
+as not fitting. A CPU only tries the harness. The smaller host budget is the case where host memory binds.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -32,8 +29,7 @@ import torch
 
 from benchmarks import results
 from benchmarks.open_slab import held_open
-from benchmarks.results import unmeasured
-from benchmarks.rivals import MIXERS_WHOLE, OURS, PLANNED, RIVALS, SWAPPING, Budget, Installed
+from benchmarks.rivals import MIXERS_WHOLE, PLANNED, RIVALS, SWAPPING, Budget, Installed
 from benchmarks.speed import add_common, make_budget
 from benchmarks.timing import Memory, Trainer, clear, does_not_fit, use_expandable
 from benchmarks.workloads import Shape, batch, build, shapes
@@ -44,14 +40,6 @@ BEST = (PLANNED, "alst", "hf_offload", "deepspeed", "checkpoint")
 """Searched by default, as the time holds them."""
 ALL = tuple(name for name in dict.fromkeys((*BEST, *RIVALS)) if name not in (SWAPPING, MIXERS_WHOLE))
 """Dropped from the end where the time does not suffice."""
-ALIKE = 0.05
-"""Share by which norms of all gradients may differ at one length. A rival that leaves a kernel out is fast for nothing."""
-EQUALLY_FAST = 1.03
-"""Bar for the ratio of two step times that are measured once each."""
-
-
-class OverBudget(MemoryError):
-    """More bytes than allowed, where nothing else enforces it."""
 
 
 @dataclass
@@ -122,7 +110,8 @@ def probe(shape: Shape, length: int, rival: str, budget: Budget, model: torch.nn
             found["step_s"] = trainer.seconds(installed)
             found |= memory.read(warm_up + 1, lambda: trainer.step(installed))
             found["report"] = results.plain(installed.report())
-        _within(found, budget)
+        if (pinned := found.get("pinned_by_torch_peak", 0)) > budget.host_bytes:
+            raise MemoryError(f"{pinned} bytes of host memory pinned, {budget.host_bytes} allowed")
         found["fits"] = True
     except Exception as error:
         if not does_not_fit(error):
@@ -132,14 +121,6 @@ def probe(shape: Shape, length: int, rival: str, budget: Budget, model: torch.nn
         parameter.grad = None
     clear(device)
     return found
-
-
-def _within(found: dict[str, Any], budget: Budget) -> None:
-    if budget.device.type != "cuda" and found["device_peak"] > budget.device_bytes:
-        raise OverBudget(f"{found['device_peak']} bytes of tensors, {budget.device_bytes} allowed")
-    pinned = found.get("pinned_by_torch_peak", 0)
-    if pinned > budget.host_bytes:
-        raise OverBudget(f"{pinned} bytes of host memory pinned, {budget.host_bytes} allowed")
 
 
 def begin(shape: Shape, rival: str, budget: Budget) -> tuple[torch.nn.Module, int]:
@@ -238,7 +219,6 @@ def measure(
     """
     jobs = [(rival, budget) for rival in rivals for budget in budgets]
     rows: list[dict[str, Any]] = []
-    before = list(run.found["claims"])
     for number, (rival, budget) in enumerate(jobs):
         name, left = f"{rival} at {budget.host_bytes / GIB:.3g} GiB", until - run.seconds()
         row: dict[str, Any] = {"workload": shape.name, "rival": rival, "host_bytes": budget.host_bytes}
@@ -259,11 +239,10 @@ def measure(
         row |= {"ended_early": why, "probes": probes}
         if why and why.startswith("exit"):
             run.failures.append(f"capacity: {name}: {why}")
-        run.save(claims=before + claims(rows))
+        run.save()
         text = f"{best['length']} tokens, {best['step_s']:.3g} s a step" if best else "no length fits"
         results.say(f"    host {budget.host_bytes / GIB:6.3g} GiB  {rival:22s} {text}{f' ({why[:60]})' if why else ''}")
     run.failures += unlike(rows)
-    results.say_claims(run.found["claims"][len(before) :])
 
 
 def unlike(rows: list[dict[str, Any]]) -> list[str]:
@@ -273,44 +252,7 @@ def unlike(rows: list[dict[str, Any]]) -> list[str]:
         for found in row["probes"]:
             if found["fits"]:
                 norms.setdefault(found["length"], {})[row["rival"]] = found["gradient_norm"]
-    found = []
-    for length, by_rival in norms.items():
-        middle = statistics.median(by_rival.values())
-        if others := [f"{rival} {norm:.4g}" for rival, norm in by_rival.items() if not abs(norm - middle) <= ALIKE * middle]:
-            found.append(f"capacity: norm of all gradients at {length} tokens: {', '.join(others)}; median {middle:.4g}")
-    return found
-
-
-def claims(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return, for each host budget, ds_memo's longest length against the others', and its step time where both trained in full.
-
-    A search that was cut off reached its length *or more*. If it was ds_memo's, the bar is missed. Another's counts only if it is
-    beyond ds_memo's already; else it is named as unfinished.
-    """
-    found = []
-    for host in dict.fromkeys(row["host_bytes"] for row in rows):
-        here = {row["rival"]: row for row in rows if row["host_bytes"] == host}
-        others = [row for name, row in here.items() if name not in OURS and row["longest"]]
-        if not others or (ours := here.get(PLANNED)) is None:
-            continue
-        at = f"host {host / GIB:.3g} GiB"
-        if ours["ended_early"] or not ours["longest"]:
-            why = f"cut off: {ours['ended_early']}" if ours["ended_early"] else "no length fits"
-            found.append(unmeasured(f"longest / longest of the rivals, {at}", f"{PLANNED}: {why}"))
-            continue
-        if known := [row for row in others if not row["ended_early"] or row["longest"] > ours["longest"]]:
-            best = max(known, key=lambda row: row["longest"])
-            value, unfinished = ours["longest"] / best["longest"], [row["rival"] for row in others if row not in known]
-            claim = {"claim": f"longest / longest of the rivals ({best['rival']}), {at}", "value": value, "bar": 1.0}
-            found.append(claim | {"held": value >= 1.0, "close_to": CLOSE, "unfinished": unfinished})
-        in_full = {
-            found["length"]: found for found in ours["probes"] if found["steps"] > RIVALS[PLANNED].warm_up and found["fits"]
-        }
-        for row in others:
-            if probe := in_full.get(row["longest"]):
-                name, value = f"step / step of {row['rival']} at {row['longest']} tokens, {at}", probe["step_s"] / row["step_s"]
-                found.append({"claim": name, "value": value, "bar": EQUALLY_FAST, "held": value <= EQUALLY_FAST})
-    return found
+    return [failure for length, of in norms.items() for failure in results.unlike(of, f"capacity, {length} tokens")]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -334,7 +276,7 @@ def main(arguments: list[str] | None = None) -> int:
     hosts = options.host_gibs or ([32.0, 2.0] if cuda else [0.5, 0.001])
     rivals = list(ALL if "all" in options.rivals else options.rivals or BEST)
     run = results.Run("capacity", device, options.out, vars(options))
-    run.found |= {"rivals": [], "dropped": [], "claims": []}
+    run.found |= {"rivals": [], "dropped": []}
     whole = make_budget(run, device, max(hosts), device_gib)  # the machine may have to grow first
     budgets = [replace(whole, host_bytes=int(gib * GIB)) for gib in hosts]
     for number, name in enumerate(names):

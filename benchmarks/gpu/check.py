@@ -13,8 +13,6 @@ On CUDA in bf16, on a CPU (to try the harness) in fp32:
 
 and, where --parts names them, as their processes import everything or wait for a compiler:
 
-    allocator      on CUDA the op with all other users of device memory (tests/ops/cuda_scenarios), with torch's segments and
-                   with expandable ones; nanoseconds of a planned request (benchmarks/allocator.py)
     flex           gradients with FlexAttention, on CUDA: its compiled kernels are out of every dispatch mode's sight
     tiles          gradients of layers in tiles in half precision (benchmarks/check_tiles.py)
     tiles_float32  the same in float32, of models with experts, convolutions and scans
@@ -26,14 +24,11 @@ import argparse
 import functools
 import itertools
 import math
-import os
 import random
-import subprocess
 import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,7 +36,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import ds_memo
-from benchmarks import allocator, check_tiles, host, memory, results
+from benchmarks import check_tiles, host, memory, results
 from benchmarks.noise import distance, noise
 from benchmarks.timing import clear
 from benchmarks.workloads import AttentionOps, dtype_of
@@ -61,7 +56,7 @@ MODELS: dict[str, Callable[[torch.dtype], nn.Module]] = {
     "dropout": lambda dtype: models.build("gpt2", dtype, attn_pdrop=0.1, resid_pdrop=0.1, embd_pdrop=0.1),
 }
 """The models of the tests, and one that draws random numbers inside and outside attention."""
-APART = ("allocator", "flex", "tiles", "tiles_float32")
+APART = ("flex", "tiles", "tiles_float32")
 """Parts that run where --parts names them: their processes import everything, or wait for a compiler."""
 ALPHAS, RESIDENTS = (0.0, 0.125, 0.5, 0.875, 1.0), (0, 2, models.LAYERS)
 
@@ -101,19 +96,40 @@ def gradients_of(
     bar = noise(lambda: models.step(model, batch).grads, want.grads, dtype, ORDERS, zero)
     row: dict[str, Any] = {"bar": bar, "worst": 0.0, "kernels": sorted(set(seen.names)), "failures": []}
     for alpha, residents in settings:
-        handle = ds_memo.attach(model, {"alpha": alpha, "resident_layers": residents})
-        try:
-            for _ in range(3):
-                got = models.step(model, batch)
-                models.assert_same(got, want, bar, zero)
-                row["worst"] = max(row["worst"], *distance(got.grads, want.grads, zero).values())
-        except models.Different as different:
-            row["failures"].append(f"{name} alpha {alpha} resident {residents}: {different}")
-        except Exception as error:
-            raise RuntimeError(f"alpha {alpha} resident {residents}: {type(error).__name__}: {error}") from error
-        finally:
-            handle.detach()
+        compare(row, f"{name} alpha {alpha} resident {residents}", model, batch, want, alpha, residents, bar, zero)
     return row
+
+
+def compare(
+    row: dict[str, Any],
+    at: str,
+    model: nn.Module,
+    batch: models.Batch,
+    want: models.Outcome,
+    alpha: float,
+    residents: int,
+    bar: float,
+    zero: tuple[str, ...] = (),
+) -> int:
+    """Take three steps under ds_memo, and note in the row how far their gradients are from stock's.
+
+    Returns:
+        Calls of attention that ran again.
+    """
+    handle = ds_memo.attach(model, {"alpha": alpha, "resident_layers": residents})
+    try:
+        for _ in range(3):
+            got = models.step(model, batch)
+            models.assert_same(got, want, bar, zero)
+            row["worst"] = max(row["worst"], *distance(got.grads, want.grads, zero).values())
+        return handle.report()["attention_recomputed"]
+    except models.Different as different:
+        row["failures"].append(f"{at}: {different}")
+    except Exception as error:
+        raise RuntimeError(f"{at}: {type(error).__name__}: {error}") from error
+    finally:
+        handle.detach()
+    return 0
 
 
 class DelayedCudaStreams(CudaStreams):
@@ -199,72 +215,20 @@ def stored_and_live(device: torch.device, dtype: torch.dtype, **size: int) -> di
 
 def flex(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     """Compare gradients with the model without memo, within half precision; the loss to the bit; attention runs once."""
-    model = models.build("llama", dtype, attn_implementation="flex_attention").to(device)
+    model = models.build("llama", dtype, attn_implementation="flex_attention", use_cache=False).to(device)
     batch = models.Batch.random(2, 256, dtype).to(device)
-    want = models.step(model, batch, use_cache=False)
-    failures, worst = [], 0.0
+    want = models.step(model, batch)
+    row: dict[str, Any] = {"worst": 0.0, "failures": []}
     for alpha, residents in itertools.product((0.0, 0.5, 1.0), (0, 2)):
-        at = f"flex, alpha {alpha} resident {residents}"
-        handle = ds_memo.attach(model, {"alpha": alpha, "resident_layers": residents})
-        try:
-            for _ in range(3):
-                got = models.step(model, batch, use_cache=False)
-                worst = max(worst, *distance(got.grads, want.grads, ()).values())
-                models.assert_same(got, want, models.BF16)
-            if again := handle.report()["attention_recomputed"]:
-                failures.append(f"{at}: attention ran again {again} times")
-        except models.Different as different:
-            failures.append(f"{at}: {different}")
-        finally:
-            handle.detach()
-    print(f"    worst gradient {worst:.1e} off, bar {models.BF16:.0e}, {len(failures)} failures")
-    return {"worst": worst, "failures": failures}
+        again = compare(row, f"flex, alpha {alpha} resident {residents}", model, batch, want, alpha, residents, models.BF16)
+        if again:
+            row["failures"].append(f"flex, alpha {alpha} resident {residents}: attention ran again {again} times")
+    print(f"    worst gradient {row['worst']:.1e} off, bar {models.BF16:.0e}, {len(row['failures'])} failures")
+    return row
 
 
-def planned_memory(device: torch.device, left: float) -> dict[str, Any]:
-    """Run the scenarios of the allocator op, each kind of segments in a process of its own, and time its requests."""
-    result: dict[str, Any] = {"failures": [], "scenarios": {}}
-    for expandable in (False, True) if device.type == "cuda" else ():
-        segments = f"expandable_segments:{expandable}"
-        passed, failures = scenarios(segments if expandable else "", left)
-        print(f"    {segments}: {passed} scenarios passed")
-        result["scenarios"][segments] = passed
-        result["failures"] += [f"allocator, {segments}: {failure}" for failure in failures]
-    indexed = torch.empty(0, device=device).device  # the op wants the device's number
-    result["pairs"] = allocator.measure(10, indexed)  # its bars, nanoseconds, depend on what else runs: no failures
-    return result
-
-
-def scenarios(segments: str, seconds: float) -> tuple[int, list[str]]:
-    """Return the number of scenarios that passed, and the failures.
-
-    Args:
-        segments: PYTORCH_CUDA_ALLOC_CONF; if it is not empty, ds_memo does not change how blocks are split.
-    """
-    ran = subprocess.Popen(
-        [sys.executable, "-m", "tests.ops.cuda_scenarios"],
-        env=os.environ | {"PYTORCH_CUDA_ALLOC_CONF": segments},
-        cwd=Path(__file__).parents[2],
-        text=True,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
-    try:
-        said, _ = ran.communicate(timeout=None if math.isinf(seconds) else seconds)
-    except subprocess.TimeoutExpired:
-        ran.kill()
-        said, _ = ran.communicate()
-    passed = sum(line.startswith("ok ") for line in said.splitlines())
-    return passed, [f"exit {ran.returncode}: {said[-5000:]}"] if ran.returncode else []
-
-
-def parts(device: torch.device, left: Callable[[], float]) -> dict[str, Callable[[], Any]]:
-    """Return the parts of the check, in their order.
-
-    Args:
-        left: seconds that are left.
-    """
+def parts(device: torch.device) -> dict[str, Callable[[], Any]]:
+    """Return the parts of the check, in their order."""
     cuda = device.type == "cuda"
     dtype = dtype_of(device)
     # A CPU only tries the harness: the suite compares more there.
@@ -285,7 +249,6 @@ def parts(device: torch.device, left: Callable[[], float]) -> dict[str, Callable
         found["stream_order_without_cudnn"] = lambda: without_cudnn(stream_order, schedules=10)
     return found | {
         "memory": lambda: stored_and_live(device, dtype, **size),
-        "allocator": lambda: planned_memory(device, left()),
         "flex": lambda: flex(device, dtype) if cuda else {"skipped": "PyTorch's has no backward on a CPU"},
         "tiles": lambda: check_tiles.measure(device, dtype),
         "tiles_float32": lambda: check_tiles.measure(device, torch.float32, check_tiles.FLOAT32),
@@ -299,7 +262,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", help="file or folder of the result; absent: $OUT, else benchmarks/results")
     options = parser.parse_args(arguments)
     device = results.device_or_exit(options.device, "check")
-    table = parts(device, lambda: left())
+    table = parts(device)
     named = options.parts or [name for name in table if name not in APART]
     if unknown := set(named) - table.keys():
         parser.error(f"--parts: got {', '.join(sorted(unknown))}; allowed: {', '.join(table)}")

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import functools
-import tempfile
 import time
-from pathlib import Path
 
 import torch
 
-from benchmarks import host, link, streams
-from benchmarks.assertions import DRIVER, TIMES, Machine, Measured, asserts
+from benchmarks import host, link
+from benchmarks.assertions import TIMES, Machine, Measured, asserts
 from ds_memo.memory.host import available_bytes
 from ds_memo.swap import pinned_segments
 from ds_memo.swap.stream_protocol import D2H, H2D
@@ -36,24 +34,6 @@ def pinned(machine: Machine) -> Measured:
     is_pinned = ends.there.is_pinned()
     ends.close()
     return Measured("page-locked" if is_pinned else "pageable", is_pinned)
-
-
-@asserts(
-    2,
-    "copies in a trace",
-    "Device -> Pinned and Pinned -> Device",
-    "a copy is staged where its block spans two segments or its tensor is not contiguous: read Block.views and SwapEngine",
-    DRIVER,
-    only_cuda=True,
-)
-def copies_in_a_trace(machine: Machine) -> Measured:
-    ends = link.Link(machine.device, 1 << 26)
-    with tempfile.TemporaryDirectory() as folder:
-        events = streams.traced(lambda: ends.issue(True, True), Path(folder) / "trace.json")
-    ends.close()
-    names = sorted({event["name"] for event in events if event.get("cat") == "gpu_memcpy"})
-    held = len(names) == 2 and all("Pinned" in name for name in names)
-    return Measured(", ".join(names) or "no copy", held)
 
 
 @asserts(

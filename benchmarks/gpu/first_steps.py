@@ -177,7 +177,7 @@ def _point(machine: Machine) -> dict[str, Any]:
         rivals = [RIVALS[PLANNED], RIVALS[SWAPPING]]
         with contextlib.redirect_stdout(io.StringIO()) as said:
             found = point.run_point(shape, length, rivals, budget)
-            speed.show(found | {"claims": []})
+            speed.show(found)
     return found | {"said": said.getvalue()}
 
 

@@ -1,4 +1,4 @@
-"""One point of `speed`: every rival at one length of a workload, in turns; then gradients and streams.
+"""One point of `speed`: every rival at one length of a workload, in turns; then streams.
 
 A rival is put on the model, warmed up, timed, taken off, and the next has its turn. All are warmed up by as many steps, and every
 other turn goes through them backwards: a card that is held to a power limit is slower when it is warm.
@@ -15,14 +15,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from benchmarks import results, streams
 from benchmarks.emulated_process import is_emulated
-from benchmarks.noise import distance, noise
 from benchmarks.predict import hardware_of, in_words, predict
 from benchmarks.rivals import INPUT_OFFLOAD, OURS, PLANNED, RIVALS, SWAPPING, Budget, Installed, Rival
-from benchmarks.timing import Memory, Trainer, arena, clear, does_not_fit, placements, timed, use_expandable
+from benchmarks.timing import Memory, Trainer, clear, does_not_fit, solution, use_expandable
 from benchmarks.workloads import Shape, batch, build
 from ds_memo.hf.model_flops import model_flops
 from ds_memo.memory.host import available_bytes
@@ -30,7 +27,7 @@ from ds_memo.memory.host import available_bytes
 WARM_UP = max(rival.warm_up for rival in RIVALS.values())
 """Steps of every rival before it is timed."""
 NEEDED = (PLANNED, "none", "checkpoint", *INPUT_OFFLOAD, SWAPPING)
-"""Rivals that the bars name."""
+"""Rivals of `speed` where no lengths are given."""
 URGENT = (*NEEDED, "checkpoint+attention", "alst")
 """Order of the rivals, then the others: the most urgent ones come before the time is over."""
 
@@ -45,7 +42,6 @@ def run_point(
     budget: Budget,
     turns: int = 1,
     steps: int = 3,
-    compare: bool = False,
     until: float = math.inf,
     tell: Callable[[dict[str, Any]], Any] = lambda point: None,
 ) -> dict[str, Any]:
@@ -54,7 +50,6 @@ def run_point(
     Args:
         turns: of each rival.
         steps: timed in a turn.
-        compare: compare the gradients too.
         until: no turn begins later, by time.perf_counter().
         tell: called with the point after the prediction, and after every turn of a rival.
     """
@@ -92,13 +87,13 @@ def run_point(
                     point["failures"].append(f"{shape.name} {length}: {rival.name} broke: {broke}")
                 _sum_up(rows[rival.name], flops)
                 tell(point)
-            if turn == 0 and compare:
-                part("gradients", lambda: gradients(trainer, rivals, budget, rows))
         swaps = [rival for rival in rivals if rival.name in (*OURS, SWAPPING) and rows[rival.name]["samples_s"]]
         if swaps and device.type == "cuda" and not is_emulated():  # the profiler wants a driver
             seen = max(swaps, key=lambda rival: rival.name == SWAPPING)
             part("streams", lambda: watch_streams(trainer, seen, budget))
         use_expandable(False, device)
+        norms = {name: row["gradient_norm"] for name, row in rows.items() if "gradient_norm" in row}
+        point["failures"] += results.unlike(norms, f"{shape.name} {length}")
     except Exception as error:  # not even what comes after a turn works: the device is lost, the numbers are not
         traceback.print_exc()
         point["failures"].append(f"{shape.name} {length}: {type(error).__name__}: {str(error)[:500]}")
@@ -159,32 +154,26 @@ def _turn(trainer: Trainer, rival: Rival, budget: Budget, row: dict[str, Any], s
 
 
 def _visit(trainer: Trainer, installed: Installed, steps: int, row: dict[str, Any], first: bool) -> None:
-    device, unplanned = trainer.ids.device, {}
-    for _ in range(WARM_UP):
-        memory = Memory(device)
-        trainer.step(installed)
-        if first and device.type == "cuda" and not arena(report := installed.report()):
-            unplanned[placements(report)] = memory.read(1, lambda: None)["device_peak"]
-
-    def warm_up() -> None:
+    """Time steps under one solution. If it changes meanwhile, drop the samples and take them again, twice at most."""
+    for tries in (3, 2, 1):
         for _ in range(WARM_UP):
             trainer.step(installed)
-
-    block = timed(installed, device, lambda: [trainer.seconds(installed) for _ in range(steps)], warm_up)
-    row["samples_s"] += block.samples_s
-    if block.dropped_s:
-        row["dropped_s"] = row.get("dropped_s", []) + block.dropped_s
-    if not block.settled:
+        before, memory = installed.report(), Memory(trainer.ids.device)
+        samples, after = [trainer.seconds(installed) for _ in range(steps)], installed.report()
+        if settled := solution(before) == solution(after):
+            break
+        if tries > 1:
+            row["dropped_s"] = row.get("dropped_s", []) + samples
+    row["samples_s"] += samples
+    if not settled:
         row["unsettled"] = True
     if not first:
         return
-    row["memory"] = block.memory.read(steps, lambda: trainer.step(installed))
-    if arena(block.after) and (needed := unplanned.get(placements(block.after))):
-        row["memory"]["unplanned_peak"] = needed
-    if "stall_s" in block.after:
-        stalls = {name: seconds - block.before["stall_s"][name] for name, seconds in block.after["stall_s"].items()}
-        row["stall_s_per_step"] = {name: seconds / steps for name, seconds in stalls.items()}
-    row["report"] = results.plain(block.after)
+    row["memory"] = memory.read(steps, lambda: trainer.step(installed))
+    row["gradient_norm"] = trainer.gradient_norm(installed)
+    if "stall_s" in after:
+        row["stall_s_per_step"] = {name: (s - before["stall_s"][name]) / steps for name, s in after["stall_s"].items()}
+    row["report"] = results.plain(after)
 
 
 def own_pinned_bytes(trainer: Trainer, rival: Rival) -> int:
@@ -200,29 +189,3 @@ def watch_streams(trainer: Trainer, rival: Rival, budget: Budget) -> dict[str, A
         for _ in range(rival.warm_up):
             trainer.step(installed)
         return streams.analyse(streams.spans_of(streams.traced(lambda: trainer.step(installed), Path(folder) / "trace.json")))
-
-
-def gradients(trainer: Trainer, rivals: list[Rival], budget: Budget, rows: Rows) -> dict[str, Any]:
-    """Compare every warm rival's gradients with no checkpointing; the bar: the same model with GEMMs in other orders, and what a
-    rival's own sums round away."""
-    try:
-        loss, want = trainer.gradients(Installed())
-        bar = noise(lambda: trainer.gradients(Installed())[1], want, next(trainer.model.parameters()).dtype)
-    except (RuntimeError, MemoryError) as error:
-        if not does_not_fit(error):
-            raise
-        return {"skipped": f"no checkpointing does not fit: {str(error)[:200]}"}
-    found: dict[str, Any] = {"bar": bar, "rivals": {}, "failures": []}
-    for rival in rivals:
-        if "out" in rows[rival.name] or rival.name == "none":
-            continue
-        with rival.on(trainer.model, budget) as installed:
-            for _ in range(rival.warm_up):  # layers are analysed, addresses planned
-                trainer.step(installed)
-            got_loss, got = trainer.gradients(installed)
-        worst = max(distance(got, want).items(), key=lambda item: item[1])
-        found["rivals"][rival.name] = {"worst": worst[1], "of": worst[0], "loss_equal": bool(torch.equal(loss, got_loss))}
-        if not worst[1] <= (most := bar + rival.own_rounding):
-            found["failures"].append(f"gradients: {rival.name} is off by {worst[1]:.2e} at {worst[0]}, bar {most:.2e}")
-        clear(budget.device)
-    return found

@@ -3,9 +3,9 @@ within the same budgets."""
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ import torch
 from benchmarks.rivals import PLANNED, RIVALS, Budget
 from benchmarks.timing import Trainer, does_not_fit, placements
 from benchmarks.workloads import LOGITS
-from ds_memo.cli.main import main as ds_memo_command
 from ds_memo.estimate import model
 from ds_memo.estimate.hardware import named
 from ds_memo.profile.json_file import to_json
@@ -84,7 +83,7 @@ def predict(trainer: Trainer, length: int, budget: Budget, hardware: str | None)
 
 
 def _estimate(trainer: Trainer, length: int, budget: Budget, hardware: str, profile: str, activations: int) -> tuple[int, Any]:
-    """Run `ds-memo estimate`; return its exit status, and what it printed.
+    """Run `ds-memo estimate`, in a process where no kernel is patched; return its exit status, and what it printed.
 
     Args:
         profile: of the layers, as JSON.
@@ -100,6 +99,5 @@ def _estimate(trainer: Trainer, length: int, budget: Budget, hardware: str, prof
         words = ["estimate", "--model", str(config_file), "--hardware", hardware, "--gpus", "1", "--sp", "1", "--zero", "0"]
         words += ["--seq-length", str(length), "--host-memory-gib", f"{budget.host_bytes / GIB:.9f}"]
         words += ["--device-memory-gib", f"{device_bytes / GIB:.9f}", "--profile", str(profile_file), "--json"]
-        with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
-            status = ds_memo_command(words)
-    return status, out.getvalue() if status == 0 else err.getvalue().strip()
+        done = subprocess.run([sys.executable, "-m", "ds_memo.cli", *words], capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout if done.returncode == 0 else done.stderr.strip()

@@ -3,13 +3,11 @@
     bash benchmarks/gpu.sh speed [--workloads gpt7b llama8b] [--lengths 65536 …] [--rivals …|all] [--host-gib X] [--device-gib X]
                                  [--budget-s 420] [--device cuda|cpu] [--out DIR]
 
-Without lengths, the points (workload, length) that the bars name come first, with the rivals that they name; then llama8b from
-short to long. With lengths, every rival has its turn. What the time does not hold is dropped and named. benchmarks/point.py
-measures a point, benchmarks/claims.py has the bars.
+Without lengths, gpt7b at 64 Ki and 16 Ki tokens comes first, with the rivals of benchmarks/point.py's NEEDED; then llama8b from
+short to long. With lengths, every rival has its turn. What the time does not hold is dropped and named.
 
-A rival that runs out of memory is written down as such. At the shortest length of a workload every rival's gradients are compared
-with those of no checkpointing. The bar is the error of stock itself when its GEMMs sum in other orders. Samples during which
-ds_memo changed its solution are dropped and taken again (`dropped_s`; `unsettled` where it did not come to rest).
+A rival that runs out of memory is written down as such. One whose gradients have another norm than most is a failure. Samples
+during which ds_memo changed its solution are dropped and taken again (`dropped_s`; `unsettled` where it did not come to rest).
 
 "ds_memo, swapping" keeps two layers on the device whatever there is room for: where everything fits, ds_memo itself does not
 checkpoint, and its speed would say nothing of swapping.
@@ -32,7 +30,6 @@ import torch
 
 from benchmarks import host as host_memory
 from benchmarks import results
-from benchmarks.claims import claims
 from benchmarks.open_slab import held_open
 from benchmarks.point import NEEDED, run_point
 from benchmarks.predict import in_words
@@ -43,8 +40,8 @@ from ds_memo.units import GIB
 
 AT_LEAST_S = 60.0
 """Seconds that the first point may take, whatever time is left."""
-BARS = {("gpt7b", 65536): 2, ("gpt7b", 16384): 1}
-"""Points that the bars name, the first one first, and the turns of a rival there."""
+FIRST = {("gpt7b", 65536): 2, ("gpt7b", 16384): 1}
+"""Points that come first, and the turns of a rival there."""
 TURNS = 2
 """Turns of each rival at other points."""
 
@@ -55,20 +52,18 @@ class Point:
 
     shape: Shape
     length: int
-    compare: bool
-    """The gradients too."""
     turns: int = TURNS
 
 
 def points_of(names: list[str], lengths: list[int] | None, device: torch.device) -> list[Point]:
     """Return the points in the order of measurement."""
-    found, order = [], list(BARS)
+    found, order = [], list(FIRST)
     for name in names:
         shape = shapes(device)[name]
-        named = [length for workload, length in BARS if workload == name and length in shape.lengths]
+        named = [length for workload, length in FIRST if workload == name and length in shape.lengths]
         of_it = lengths or named or shape.lengths
-        turns = {} if lengths else BARS
-        found += [Point(shape, length, length == min(of_it), turns.get((name, length), TURNS)) for length in of_it]
+        turns = {} if lengths else FIRST
+        found += [Point(shape, length, turns.get((name, length), TURNS)) for length in of_it]
 
     def key(point: Point) -> tuple[int, int]:
         what = (point.shape.name, point.length)
@@ -89,7 +84,6 @@ def measure(run: results.Run, points: list[Point], rivals: list[Rival], budget: 
     def keep(found: dict[str, Any]) -> None:
         if not any(found is other for other in done):
             done.append(found)
-        found["claims"] = claims(found)
         run.save()
 
     for number, point in enumerate(points):
@@ -100,12 +94,12 @@ def measure(run: results.Run, points: list[Point], rivals: list[Rival], budget: 
             continue
         results.say(f"{point.shape.name}, {point.length} tokens")
         until = time.perf_counter() + (left if number else max(left, AT_LEAST_S))
-        words = {"turns": point.turns, "compare": point.compare, "until": until, "tell": keep}
+        words = {"turns": point.turns, "until": until, "tell": keep}
         found = run.attempt(name, lambda of=point, words=words: run_point(of.shape, of.length, rivals, budget, **words))
         run.attempt(f"after {name}", clear, budget.device)
         if found is not None:
             keep(found)
-            run.failures += [*found["failures"], *found.get("gradients", {}).get("failures", ())]
+            run.failures += found["failures"]
             run.attempt(f"{name}, printed", show, found)
         run.save()
     if any(rival.name in OURS for rival in rivals):
@@ -131,16 +125,12 @@ def show(point: dict[str, Any]) -> None:
         spread = (max(row["samples_s"]) - min(row["samples_s"])) / row["median_s"]
         text = f"    {name:22s} {row['median_s'] * 1e3:10.1f} ms ±{50 * spread:4.1f} %  {row['tflops']:7.3g} TFLOP/s"
         say(text + f"  device {row['memory']['device_peak'] / GIB:7.3f} GiB")
-    results.say_claims(point["claims"])
     if point.get("predicted"):
         say(f"      predicted: {in_words(point['predicted'], point['rivals'].get(PLANNED, {}).get('median_s'))}")
     if "hidden_share" in point.get("streams", ()):
         seen = point["streams"]
         hidden = ", ".join(f"{row} {share:.1%} hidden" for row, share in seen["hidden_share"].items() if share is not None)
         say(f"      streams: compute busy {seen['compute_share']:.1%} of {seen['span_s'] * 1e3:.1f} ms; {hidden or 'no copies'}")
-    if "rivals" in point.get("gradients", {}):
-        worst = max((row["worst"] for row in point["gradients"]["rivals"].values()), default=0.0)
-        say(f"      gradients off by at most {worst:.2e}, bar {point['gradients']['bar']:.2e}")
 
 
 def make_budget(run: results.Run, device: torch.device, host_gib: float | None, device_gib: float | None = None) -> Budget:

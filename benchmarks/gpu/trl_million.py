@@ -31,6 +31,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from benchmarks.results import markdown
 from benchmarks.ring import Ring
 from ds_memo.cli.arguments import tokens
 from ds_memo.units import GIB
@@ -53,16 +54,13 @@ def config_of(layers: int, length: int) -> Any:
 class Peaks:
     """Most device memory of a step. Others reset PyTorch's peak within it: the rehearsal does, with the optimizer's step."""
 
-    def __init__(self) -> None:
-        self.allocated = self.reserved = 0.0
-
     def begin(self) -> None:
         torch.cuda.reset_peak_memory_stats()
-        self.allocated = self.reserved = 0.0
+        self.gib = self.reserved_gib = 0.0
 
     def note(self) -> None:
-        self.allocated = max(self.allocated, torch.cuda.max_memory_allocated() / GIB)
-        self.reserved = max(self.reserved, torch.cuda.max_memory_reserved() / GIB)
+        self.gib = max(self.gib, torch.cuda.max_memory_allocated() / GIB)
+        self.reserved_gib = max(self.reserved_gib, torch.cuda.max_memory_reserved() / GIB)
 
 
 # ---- as TRL
@@ -198,13 +196,9 @@ def train(options: argparse.Namespace) -> list[dict[str, Any]]:
         end.record()
         end.synchronize()
         peaks.note()
-        row = {"step": number, "s": begin.elapsed_time(end) / 1e3, "gib": peaks.allocated, "reserved_gib": peaks.reserved}
-        rows.append(row)
+        rows.append({"step": number, "s": begin.elapsed_time(end) / 1e3, **vars(peaks)})
         if dist.get_rank() == 0:
-            print(
-                f"{options.way}, step {number}: {row['s']:.1f} s, {row['gib']:.1f} GiB, {row['reserved_gib']:.1f} reserved",
-                flush=True,
-            )
+            print(options.way, json.dumps(rows[-1]), flush=True)
     if options.way == "ours" and dist.get_rank() == 0:
         import ds_memo
 
@@ -256,15 +250,15 @@ def show(options: argparse.Namespace, found: dict[str, Any]) -> None:
     """Print the table: published, emulated if that was done, and predicted."""
     layers = f"Emulated with {options.layers} of 36 layers as rank 0 of 8. " if "hardware" in found else ""
     print(f"\n{options.tokens:,} tokens. {layers}Published: TRL 1.13, 1,048,576 tokens, 36 layers")
-    print("| | published s, GiB | emulated s | GiB | GiB reserved | host GiB of the node | predicted s | GiB | host GiB |")
-    print("|---" * 9 + "|")
+    head = ("", "published s, GiB", "emulated s", "GiB", "GiB reserved", "host GiB of the node", "predicted s", "GiB", "host GiB")
+    lines = []
     for way in options.ways:
         rows, told = found.get(way), found["predicted"][way]
         host = 8 * rows[-1]["host"]["slab"] / GIB if rows and "host" in rows[-1] else None
         emulated = [rows[-1][name] for name in ("s", "gib", "reserved_gib")] if rows else [None] * 3
         numbers = [*emulated, host, told["s"], told["gib"], told.get("host_gib")]
-        cells = "" if way == "ours" else "380, 56.2", *("" if x is None else f"{x:,.1f}" for x in numbers)
-        print(f"| {way} | {' | '.join(cells)} |")
+        lines.append((way, "" if way == "ours" else "380, 56.2", *("" if x is None else f"{x:,.1f}" for x in numbers)))
+    print(*markdown(head, lines), sep="\n")
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.published_runs import answer, machine, model
+from benchmarks.results import markdown
 from ds_memo.estimate.estimate import estimate
 from ds_memo.estimate.question import OK, Estimate, Question
 from ds_memo.units import GIB
@@ -75,16 +76,8 @@ def row(name: str, found: Estimate | None) -> dict[str, Any]:
     if found is None:
         return {"name": name, "tokens": 0}
     tokens = found.question.seq_length
-    rival = {
-        "model": "llama3-8b",
-        "gpus": 8,
-        "sp": 8,
-        "kernel": KERNEL,
-        "fused": True,
-        "mlp": "tiled",
-        "loss": "chunked",
-        "inputs": 3,
-    }
+    rival = {"model": "llama3-8b", "gpus": 8, "sp": 8, "kernel": KERNEL, "fused": True, "inputs": 3}
+    rival |= {"mlp": "tiled", "loss": "chunked"}
     return {
         "name": name,
         "tokens": tokens,
@@ -102,6 +95,17 @@ def row(name: str, found: Estimate | None) -> dict[str, Any]:
     }
 
 
+def cells(found: dict[str, Any]) -> tuple[str, ...]:
+    """Return a row of the table."""
+    if not found["tokens"]:
+        return (found["name"], "none")
+    sizes = ", ".join(f"{found[f'{place}_gib']:,.0f}" for place in ("device", "host", "nvme"))
+    stored = ", ".join(f"{gib:,.0f}" for gib in found["stored_gib"].values())
+    steps = (f"{found['step_s']:,.0f}", f"{found['checkpointed_s']:,.0f}", f"{found['attention_recomputed']} of 32")
+    where = (str(found["on_device"]), sizes, f"{found['host_budget_gib']:,.0f}", stored)
+    return (found["name"], f"{found['tokens'] / 2**20:.4g} Mi", *steps, *where)
+
+
 def main(out: str | None = None) -> None:
     asked = Question(model("llama3-8b", fused=True), machine(KERNEL), 8, UPIPE)
     drives = replace(asked, hardware=replace(asked.hardware, **DRIVES))
@@ -111,19 +115,9 @@ def main(out: str | None = None) -> None:
     rows += [row(f"{where}, UPipe's length", estimate(node)) for where, node in (("host", asked), ("host and drives", drives))]
     rows.append(row("larger host, UPipe's length, attention once", smallest_host(asked)))
     print("Estimated, not measured; h100.json's rates, 2,048 GiB of host memory, drives of 15,000 GiB and 48 GB/s")
-    head = ("tokens", "step s", "checkpointed, s", "layers that recompute attention", "that stay on the device")
+    head = ("ds_memo", "tokens", "step s", "checkpointed, s", "layers that recompute attention", "that stay on the device")
     head += ("device, host, drives GiB", "host's budget", "stored: hidden states, attention's outputs, GEMM outputs")
-    print(f"| ds_memo | {' | '.join(head)} |")
-    print("|---" * (len(head) + 1) + "|")
-    for found in rows:
-        if not found["tokens"]:
-            print(f"| {found['name']} | none |")
-            continue
-        sizes = ", ".join(f"{found[f'{place}_gib']:,.0f}" for place in ("device", "host", "nvme"))
-        stored = ", ".join(f"{gib:,.0f}" for gib in found["stored_gib"].values())
-        numbers = f"{found['tokens'] / 2**20:.4g} Mi | {found['step_s']:,.0f} | {found['checkpointed_s']:,.0f}"
-        layers = f"{found['attention_recomputed']} of 32 | {found['on_device']}"
-        print(f"| {found['name']} | {numbers} | {layers} | {sizes} | {found['host_budget_gib']:,.0f} | {stored} |", flush=True)
+    print(*markdown(head, map(cells, rows)), sep="\n")
     if out:
         said = {"estimated": True, "hardware": "h100", "kernel": KERNEL, "gpus": 8, "rows": rows}
         Path(out).write_text(json.dumps(said, indent=1) + "\n")

@@ -7,6 +7,7 @@ Model states stay on the device where that fits; else the optimizer, then all st
 from __future__ import annotations
 
 from benchmarks.published_runs import MODELS, machine
+from benchmarks.results import markdown
 from ds_memo.estimate.estimate import longest
 from ds_memo.estimate.model import load
 from ds_memo.estimate.question import Estimate, Question
@@ -29,18 +30,18 @@ def farthest(name: str, gpus: int) -> Estimate | None:
 def cell(answer: Estimate | None) -> str:
     if answer is None or answer.step_s is None:
         return "–"
-    again = answer.placed["attention_recomputed"]
-    minutes = answer.step_s / 60
-    step = f"{minutes / 60:.1f} h" if minutes > 90 else f"{minutes:.0f} min"
-    offload = "" if answer.question.offload == "none" else f", {answer.question.offload} offloaded"
-    layers = sum(answer.placed.values())
-    return f"{short(answer.question.seq_length)} in {step}{offload}, attention twice in {again} of {layers} layers"
+    again, layers = answer.placed["attention_recomputed"], len(answer.placements)
+    attention = "attention twice" if again else "attention once"
+    if 0 < again < layers:
+        attention += f" in {again} of {layers} layers"
+    hours = answer.step_s / 3600
+    step = f"{hours * 60:.0f} min" if hours < 1.5 else f"{hours:.1f} h"
+    offload = {"none": "", "optimizer": ", optimizer offloaded", "all": ", all states offloaded"}[answer.question.offload]
+    return f"{short(answer.question.seq_length)} in {step}, {attention}{offload}"
 
 
 def main() -> None:
-    print("| H100 | " + " | ".join(NAMES) + " |\n|---" + "|---" * len(NAMES) + "|")
-    for gpus in GPUS:
-        print(f"| {gpus} | " + " | ".join(cell(farthest(name, gpus)) for name in NAMES) + " |", flush=True)
+    print(*markdown(("H100", *NAMES), ((gpus, *(cell(farthest(name, gpus)) for name in NAMES)) for gpus in GPUS)), sep="\n")
 
 
 if __name__ == "__main__":

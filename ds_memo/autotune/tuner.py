@@ -37,8 +37,8 @@ from ds_memo.logits.lazy_head import LazyHead
 from ds_memo.placement import PlacementKind, Tiles
 from ds_memo.planned_alloc import UNPLANNED_OVERHEAD
 from ds_memo.planned_alloc.runtime import Addresses
-from ds_memo.profile.layer_call import LayerCall
-from ds_memo.profile.sample import Profile
+from ds_memo.profile.caught_call import CaughtCall
+from ds_memo.profile.run_profile import RunProfile
 from ds_memo.remat.checkpoint import Remat
 from ds_memo.remat.layer import Layer
 from ds_memo.shapes import HiddenShapes, Shapes
@@ -137,7 +137,7 @@ class Tuner:
         self._stalls = StallWatch(remat.engine.streams)
 
     @property
-    def profile(self) -> Profile | None:
+    def profile(self) -> RunProfile | None:
         return self._profiling.profile
 
     # ---- before each training pass
@@ -263,7 +263,7 @@ class Tuner:
             self._solutions.clear()
         return self._probe.saw(training_pass.kind, calls)
 
-    def _warn_of_encoders(self, calls: Iterable[LayerCall]) -> None:
+    def _warn_of_encoders(self, calls: Iterable[CaughtCall]) -> None:
         for call in calls:
             if call.encoder_length:
                 self._warn(

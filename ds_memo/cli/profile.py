@@ -19,13 +19,13 @@ from ds_memo.cli.arguments import MOST_MESSAGE, count, gib, tokens
 from ds_memo.errors import MemoError, brief, quoted
 from ds_memo.files import MOST_CONFIG_BYTES, write_output
 from ds_memo.profile.json_file import to_json
-from ds_memo.profile.sample import LayerProfile, LayerSample, Profile
+from ds_memo.profile.run_profile import LayerProfile, LayerSample, RunProfile
 from ds_memo.units import short, size
 
 if TYPE_CHECKING:
     import torch
 
-    from ds_memo.profile.layer_call import LayerCall
+    from ds_memo.profile.caught_call import CaughtCall
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _BACKWARD = 2.5
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _measure(args: argparse.Namespace, device: torch.device, say: Callable[[str], None]) -> Profile:
+def _measure(args: argparse.Namespace, device: torch.device, say: Callable[[str], None]) -> RunProfile:
     import torch
 
     from ds_memo.hf.meta_model import build
@@ -130,18 +130,19 @@ def _drives(paths: list[str], host_budget: int, device: torch.device, say: Calla
     return {"directories": paths, "write_bytes_per_s": written, "read_bytes_per_s": read}
 
 
-def _calls(remat: Any, model: Any, kinds: list[int], batch: int, length: int, device: torch.device) -> dict[int, LayerCall]:
+def _calls(remat: Any, model: Any, kinds: list[int], batch: int, length: int, device: torch.device) -> dict[int, CaughtCall]:
     """Return the first call of each kind of layer for an input of this batch and length."""
     import torch
 
     from ds_memo.distributed.agree import on_all_ranks
-    from ds_memo.profile.layer_call import layer_calls
+    from ds_memo.profile.caught_call import layer_calls
 
     embeddings = model.get_input_embeddings().weight
 
-    def caught() -> dict[int, LayerCall]:
+    def caught() -> dict[int, CaughtCall]:
         hidden = torch.randn(batch, length, embeddings.shape[1], dtype=embeddings.dtype, device=device)
-        return layer_calls(remat, model, (), {"inputs_embeds": hidden}, kinds, lambda calls: len(calls) > max(kinds))
+        given = {"inputs_embeds": hidden}
+        return layer_calls(remat.instead, device, model, (), given, kinds, lambda calls: len(calls) > max(kinds))
 
     return on_all_ranks(caught)
 
@@ -187,7 +188,7 @@ def _environment(name: str, default: int) -> int:
 # ---- the summary
 
 
-def summary(profile: Profile, model: Path, length: int) -> str:
+def summary(profile: RunProfile, model: Path, length: int) -> str:
     """Return the measurements as a page of text."""
     batch = profile.kinds[0].samples[-1].batch
     where = f"{profile.key['device']}, {_plural(profile.key['ranks'], 'rank')}"

@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ds_memo.distributed import agree
 from ds_memo.errors import MemoError
-from ds_memo.profile.layer_call import hidden_from_training
+from ds_memo.profile.caught_call import hidden_from_training
 from ds_memo.remat.random_states import forked
 from ds_memo.sequence.parts import SequenceParts
 

@@ -53,7 +53,7 @@ class Decoder:
         base = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
         if base is None:
             raise MemoError(
-                f"{FIELD}: got {type(model).__name__}, whose attention and masks are not known; use a Hugging Face model"
+                f"{FIELD}: {type(model).__name__} is no Hugging Face model, whose attention and masks are known; use one"
             )
         if getattr(base.config, "is_encoder_decoder", False):
             raise MemoError(

@@ -13,7 +13,7 @@ from torch import nn
 from ds_memo.autotune.probe_forward import TrainingPass
 from ds_memo.memory.device import device_usage
 from ds_memo.placement import Tiles
-from ds_memo.profile.layer_call import AsCalled, as_it_is
+from ds_memo.profile.caught_call import AsCalled, as_it_is
 from ds_memo.remat.diagnostics import has_compiled, within_compiled
 from ds_memo.remat.undo import changed, stacks_restored
 from ds_memo.runtime import active_forward, conflicts

@@ -1,4 +1,4 @@
-"""The streams that the schedule runs on. Solver and estimator, which load no torch, take their names from here."""
+"""The streams that the schedule runs on. Imports no torch: the solver names them, too."""
 
 from __future__ import annotations
 

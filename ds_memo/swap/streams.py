@@ -27,7 +27,7 @@ def streams_for(device: torch.device) -> Streams:
     if device.type in ("cpu", "meta"):
         return ThreadStreams()
     rocm = f" of ROCm {torch.version.hip}, where nothing was tried" if device.type == "cuda" else ""
-    raise MemoError(f"expected layers on a cuda or cpu device, between which ds_memo swaps; got {device}{rocm}")
+    raise MemoError(f"ds_memo swaps on cuda and cpu devices; the layers are on {device}{rocm}. Train there without memo")
 
 
 def use_device_of(streams: Streams) -> None:

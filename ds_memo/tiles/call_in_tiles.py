@@ -241,7 +241,7 @@ class CallInTiles(ABC):
             sizes = whole, sum(stored - recomputed for recomputed, stored in of_tiles)
         self._placement = self._host.admit(self._tiled.layer, asked, Way.TILED, host_bytes, sizes)
         if self._placement.kind is asked.kind:
-            remember(self._tiled.alphas, key, self._placement.alpha)
+            remember(self._tiled.alphas, key, self._placement.decided_alpha)
 
     def _describe(self, hidden: torch.Tensor) -> None:
         """Show the layer's report what this call keeps: the bytes of all its frames, and the shape of its input."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -78,8 +76,8 @@ def test_a_picture_of_one_layers_backward(tmp_path: Path) -> None:
     for name, tile in (("whole", 0), ("tiles", 2048)):
         memo = {"alpha": 0, "resident_layers": 0, "tile_tokens": tile, "head_groups": 8}
         file = tmp_path / f"{name}.pickle"
-        words = ["llama8b", "16384", "--memo", json.dumps(memo), "--snapshot", str(file), "--device-gib", "40"]
-        subprocess.run([sys.executable, "-m", "benchmarks.peak", *words], check=True, cwd=Path(__file__).parents[2], timeout=400)
+        words = ["peak", "llama8b", "16384", "--memo", json.dumps(memo), "--snapshot", str(file), "--device-gib", "40"]
+        assert emulator.main([*words, "--host-gib", "64"]) == 0
         drawn[name] = read_layer_backward(file)
     most = {name: {purpose: int(nbytes.max()) for purpose, nbytes in of.nbytes.items()} for name, of in drawn.items()}
     operands = "q, k, v, attention's output; their gradients"
@@ -126,14 +124,6 @@ def test_engines_train_where_memory_is_tight(stage: int, device_gib: int, length
     """Whatever DeepSpeed needs for gradients, on whatever stream, is left to it."""
     last = steps(capfd, {"host_memory_gib": 64}, length, "--zero", str(stage), "--device-gib", str(device_gib))[-1]
     assert last["hits"] > 100 and last["warnings"] == []
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_no_rival_is_faster_under_deepspeed(stage: int, capfd: pytest.CaptureFixture[str]) -> None:
-    asked = ({"host_memory_gib": 64}, 32768, "--zero", str(stage), "--device-gib", "36")
-    ours = steps(capfd, *asked)[-1]["ms"]
-    theirs = [steps(capfd, *asked, "--rival", rival)[-1]["ms"] for rival in ("checkpoint", "hf_offload")]
-    assert ours < 0.95 * min(theirs)
 
 
 @pytest.mark.parametrize("gathers", ["overlapping", "not overlapping"])
@@ -206,12 +196,6 @@ def test_flex_attention(whole: bool, tmp_path: Path, capfd: pytest.CaptureFixtur
     assert said["stored_bytes_per_layer"] == [hidden + attention * whole] * 2
 
 
-def test_without_a_plan_more_is_reserved(capfd: pytest.CaptureFixture[str]) -> None:
-    """The comparison can fail."""
-    last = steps(capfd, {"alpha": 0.5, "resident_layers": 2, "plan": {"enabled": False}})[-1]
-    assert last["hits"] == 0 and last["reserved"] > 1.02 * last["requested"]
-
-
 @pytest.mark.parametrize("workload, host_gib", [("gpt7b", 2), rarely("gpt7b", 32), rarely("llama8b", 2)])
 def test_no_rival_trains_longer_in_the_same_memory(workload: str, host_gib: int, capfd: pytest.CaptureFixture[str]) -> None:
     """On 16 GiB ds_memo is as long as any; where the host is small, it is the longest."""
@@ -226,10 +210,15 @@ def test_no_rival_trains_longer_in_the_same_memory(workload: str, host_gib: int,
 
 @pytest.mark.parametrize(
     "rival, device_gib, host_gib, tokens",
-    [("alst", 16, 64, 106_496), rarely("alst", 24, 115, 188_416), rarely("upipe", 16, 64, 155_648)],
+    [
+        ("alst", 16, 64, 106_496),
+        ("ds_memo, tiles", 16, 64, 237_568),
+        rarely("alst", 24, 115, 188_416),
+        rarely("upipe", 16, 64, 155_648),
+    ],
 )
 def test_how_far_a_rival_gets(rival: str, device_gib: int, host_gib: int, tokens: int, capfd: pytest.CaptureFixture[str]) -> None:
-    """The length that ds_memo is measured against (docs/benchmarks.md), to the token."""
+    """The lengths of docs/benchmarks.md, to the token."""
     asked = ["--device-gib", str(device_gib), "--host-gib", str(host_gib), "--rivals", rival]
     found = ran(capfd, "capacity", "llama8b", *asked)
     assert found["emulated"] and found["rivals"][rival]["longest"] == tokens
@@ -258,7 +247,14 @@ def test_copies_hide_and_nothing_is_slower_than_a_rival(workload: str, one_gpu: 
     """The bars of `gpu.sh speed`, by the commands that torch gives and the rates of a table; and what was predicted came true."""
     rivals = ["none", "checkpoint", "deepspeed", "hf_offload", "checkpoint+attention", "ds_memo, planned", "ds_memo, swapping"]
     point = ran(capfd, "speed", workload, "65536", "--hardware", one_gpu, "--host-gib", "100", "--rivals", *rivals)
-    assert len(point["claims"]) >= 9 and [claim for claim in point["claims"] if not claim["held"]] == []
+    took = {name: row["median_s"] for name, row in point["rivals"].items()}
+    ours = took["ds_memo, planned"]
+    assert max(ours, took["ds_memo, swapping"]) <= 1.03 * took["none"]
+    assert (
+        all(took[name] >= 1.2 * ours for name in ("checkpoint", "deepspeed", "hf_offload"))
+        and ours <= took["checkpoint+attention"]
+    )
+    assert point["failures"] == []
     swapping = point["rivals"]["ds_memo, swapping"]
     assert swapping["report"]["alpha"] > 0.9 and sum(swapping["stall_s_per_step"].values()) < 0.001 * swapping["median_s"]
     told, came = point["predicted"]["step_s"], point["rivals"]["ds_memo, planned"]["median_s"]

@@ -13,7 +13,7 @@ from ds_memo.logits.nodes import Precomputed, Term
 from ds_memo.logits.tensor import LazyLogits
 from tests.fuzz.logits_programs import DEFECTS, Sides, fuzz
 
-DAILY, SWEEP, PARTS = 200, 20_000, 10
+DAILY, SWEEP, PARTS = 80, 20_000, 10
 
 
 @pytest.fixture(scope="module")

@@ -17,8 +17,6 @@ from torch.nn.attention import flex_attention as torch_flex
 from transformers import masking_utils
 from transformers import modeling_flash_attention_utils as flash
 from transformers.integrations import flex_attention as flex
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import ds_memo
 from ds_memo.autotune.policy import PlacementPolicy
@@ -32,7 +30,6 @@ from ds_memo.sequence.parts import SequenceParts
 from tests.distributed_harness.common import DistributedTest
 from tests.everyday import everyday
 from tests.faults import put_in
-from tests.inside import inside
 from tests.models import LAYERS, Different, assert_same_grads, build
 from tests.sequence.whole_and_parts import SUMS, Batch, mean_loss, memo, part, summed_gradients, whole
 
@@ -242,19 +239,6 @@ class TestInParts(DistributedTest):
         with pytest.raises(Different):
             assert_same_grads(summed_gradients(model), want, 1e-3)
 
-    @pytest.mark.parametrize("ulysses", [2, 1])
-    def test_documents_that_change_with_every_step(self, ulysses):
-        """Layers' calls are alike whatever the documents: attention in parts is one op."""
-        model = build("llama")
-        sequence.set_up(model, 2, ulysses)
-        handle = ds_memo.attach(model, memo(0.5))
-        generator = random.Random(0)
-        for step in range(12):
-            lengths = random_lengths(generator)
-            assert_as_apart(Batch((lengths,), step).in_parts(model), Batch((lengths,), step).apart(build("llama")))
-            assert handle.report()["attention_recomputed"] == 0
-        assert all(layer.follows_recipes and layer.recipes for layer in inside(handle).layers)
-
     def test_position_ids_of_one_row_for_all_and_a_model_without_its_head(self):
         pack = Batch(HALVES)
         want = pack.apart(build("llama"))
@@ -268,20 +252,6 @@ class TestInParts(DistributedTest):
                 assert_as_apart(pack.in_parts(model), want)
             hidden = model.model(input_ids=part(pack.tokens), position_ids=part(Batch(HALVES).positions), use_cache=False)
             assert_as_apart((whole(model.lm_head(hidden[0])), {}), (want[0], {}))
-
-    @pytest.mark.parametrize("ulysses", [2, 1])
-    def test_padding_on_the_left(self, ulysses):
-        """As Transformers numbers it under a padding mask: tokens that count do not see it."""
-        pack = Batch(((7, 57), (20, 44)))
-        want = pack.apart(build("llama"))[0]
-        model = build("llama")
-        sequence.set_up(model, 2, ulysses)
-        for pad in (0, 1):
-            for positions, lengths in zip(pack.positions, pack.lengths, strict=True):
-                positions[: lengths[0]] = pad
-            got = pack.in_parts(model)[0]
-            for row, lengths in enumerate(pack.lengths):
-                assert_as_apart((got[row, lengths[0] :], {}), (want[row, lengths[0] :], {}))
 
     def test_refusals(self):
         """By every rank, before any attention runs."""
@@ -304,20 +274,6 @@ class TestInParts(DistributedTest):
         with pytest.raises(ds_memo.MemoError, match="attention_mask of row 1 is 0 at tokens 30 to 39 and 1 on both sides"):
             model(input_ids=tokens, position_ids=part(Batch(UNPACKED).positions), attention_mask=part(mask))
         assert_as_apart(pack.in_parts(model), pack.apart(build("llama")))
-
-    def test_attention_of_the_callers_own(self, monkeypatch):
-        """It is replaced; where it computes something else, the probe says so."""
-        twice = lambda *args, **named: sdpa_attention_forward(*args, **{**named, "scaling": 2 * named["scaling"]})  # noqa: E731
-        for name, own in (("as_usual", sdpa_attention_forward), ("of_my_own", twice)):
-            ALL_ATTENTION_FUNCTIONS.register(name, own)
-            model = build("llama")
-            model.config._attn_implementation = name
-            sequence.set_up(model, 2)
-            if name == "of_my_own":
-                with pytest.raises(ds_memo.MemoError, match=r"layers\.0\.self_attn \(LlamaAttention\) computes token"):
-                    sequence.refuse_inexact(model, model)
-            else:
-                sequence.refuse_inexact(model, model)
 
     @pytest.mark.parametrize("cuts", [((32, 64), (0, 32)), ((0, 40), (32, 64))], ids=["swapped", "overlapping"])
     def test_parts_that_are_no_sequence(self, cuts):
@@ -352,50 +308,6 @@ class TestInParts(DistributedTest):
             assert handle.report()["profile"]
             assert seen == {(length, ((0, *first),)) for length in (64, 128, 256, 400)}
             handle.detach()
-
-    @pytest.mark.parametrize("ulysses", [2, 1])
-    def test_under_deepspeed(self, ulysses, monkeypatch):
-        """Losses of three steps, as one rank has them. ZeRO-3 hands position_ids on as they are."""
-        packs = [Batch(layout, seed) for seed, layout in enumerate((SPREAD, PADDED, HALVES))]
-        model, wants = build("llama"), []
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for pack in packs:
-            loss = mean_loss(pack.apart_logits(model), pack.labels)
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            wants.append(loss.item())
-        model = build("llama")
-        config = {
-            "train_micro_batch_size_per_gpu": 2,
-            "sequence_parallel_size": 2,
-            "gradient_clipping": 1.0,
-            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-            "zero_allow_untested_optimizer": True,
-            "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
-            "memo": {"enabled": True, "ulysses_size": ulysses, **memo(0.5)},
-        }
-        engine = ds_memo.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
-        looks = counted(monkeypatch)
-        for pack, want in zip(packs, wants, strict=True):
-            logits = engine(input_ids=part(pack.tokens), position_ids=part(pack.positions), use_cache=False).logits
-            loss = sequence.mean_over_ranks(mean_loss(logits, part(pack.labels)), part(pack.labels), engine)
-            engine.backward(loss)
-            engine.step()
-            assert loss.item() == pytest.approx(want, rel=EXACT)
-        assert len(looks) == len(packs)
-
-
-class TestFewKeyHeads(DistributedTest):
-    world_size = 4
-
-    def test_more_ranks_than_key_and_value_heads(self):
-        model = build("llama")  # 4 heads, 2 of them for keys and values
-        sequence.set_up(model, 4)
-        ds_memo.attach(model, memo(0.5))
-        for layout in LAYOUTS * 2:
-            assert_as_apart(Batch(layout).in_parts(model), Batch(layout).apart(build("llama")))
 
 
 def recompute_attention(model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -461,11 +373,3 @@ def test_parts_in_another_order(ranks: int, borders: tuple[int, ...]) -> None:
                 hf_sequence.documents_of(by_rank)
         else:
             hf_sequence.documents_of(by_rank)
-
-
-@pytest.mark.parametrize("overlap", [1, 2, 9])
-def test_parts_that_overlap(overlap: int) -> None:
-    whole = torch.arange(40)[None]
-    by_rank = [hf_sequence.describe_part(1, part.shape[1], part) for part in (whole[:, : 20 + overlap], whole[:, 20:])]
-    with pytest.raises(ds_memo.MemoError, match=f"go from {19 + overlap} to 20 between the parts of ranks 0 and 1"):
-        hf_sequence.documents_of(by_rank)
