@@ -23,7 +23,6 @@ SHARED_NAMES = {
     "_Thread": "private: what one file notes of a thread",
     "_Watch": "private: the start-up hook stands outside of the package and imports nothing of it",
     "Output": "still to be renamed in tiles",
-    "Span": "still to be renamed in solve",
 }
 """Names of several classes of the package, and why."""
 
