@@ -186,7 +186,7 @@ def _compiled(library: Library, cxx: list[str], scratch: Path, deadline: float) 
     """Compile a library in a scratch folder; return the file, with its checksum appended."""
     out = scratch / "out.so"
     command = [*cxx, *library.flags, str(library.source), "-o", str(out), *library.links]
-    with open(os.memfd_create("said"), "w+b") as log:  # the disk may be full; a compiler's leftovers hold a pipe open
+    with open(os.memfd_create("log"), "w+b") as log:  # the disk may be full; a compiler's leftovers hold a pipe open
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
             env={**os.environ, "TMPDIR": str(scratch)},
@@ -200,9 +200,9 @@ def _compiled(library: Library, cxx: list[str], scratch: Path, deadline: float) 
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
         log.seek(0)
-        said = log.read().decode(errors="replace")
+        output = log.read().decode(errors="replace")
     if status or not out.is_file():
-        lines = [line.strip() for line in said.splitlines() if line.strip()]
+        lines = [line.strip() for line in output.splitlines() if line.strip()]
         why = next((line for line in lines if _FAULT.search(line)), lines[-1] if lines else f"exit status {status}")
         raise Unavailable(f"{' '.join(cxx)} failed: {quoted(why, 400)}")
     content = out.read_bytes()

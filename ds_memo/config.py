@@ -8,14 +8,13 @@ Every field is optional; ds_memo works out absent ones. Values are not coerced a
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from ds_memo import files
-from ds_memo.errors import MemoConfigError, MemoWarning, brief, quoted
+from ds_memo.errors import MemoConfigError, brief, quoted
 
 SECTION = "memo"
 MOST_GIB = 1 << 20
@@ -182,7 +181,7 @@ def memo_config(section: Mapping[str, Any] | MemoConfig) -> MemoConfig:
     if not isinstance(section, Mapping):
         raise MemoConfigError(f'"{SECTION}" must be a JSON object, got {brief(section)}; expected one like {{"enabled": true}}')
     try:
-        config = MemoConfig(**{str(key): value for key, value in _renamed(section).items()})
+        config = MemoConfig(**{str(key): value for key, value in section.items()})
     except ValidationError as error:
         lines = sorted({_explain(problem) for problem in error.errors()})
         if len(lines) > MOST_PROBLEMS:
@@ -193,16 +192,6 @@ def memo_config(section: Mapping[str, Any] | MemoConfig) -> MemoConfig:
             f'memo.ablation: got "{config.ablation}" beside memo.alpha, which it decides; remove one of the two'
         )
     return config
-
-
-def _renamed(section: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the section with the key that was ``plan.cache_dir`` as ``cache_dir``; warn if it has the old one."""
-    plan = section.get("plan")
-    if not isinstance(plan, Mapping) or "cache_dir" not in plan or "cache_dir" in section:
-        return section
-    warnings.warn("memo.plan.cache_dir is memo.cache_dir now: move the key", MemoWarning, stacklevel=3)
-    rest = {key: value for key, value in plan.items() if key != "cache_dir"}
-    return {**section, "plan": rest, "cache_dir": plan["cache_dir"]}
 
 
 def _explain(problem: Mapping[str, Any]) -> str:

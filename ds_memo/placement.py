@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import IntEnum
+from enum import Enum, IntEnum
 from functools import lru_cache
 from typing import NamedTuple
 
 from ds_memo.units import round_up
 
-UNDECIDED = None
-"""The alpha of a swapped call until its sizes are known: then remat asks the policy for it."""
+
+class Undecided(Enum):
+    """The alpha of a swapped call until its sizes are known: then remat asks the policy for it."""
+
+    UNDECIDED = "undecided"
+
+
+UNDECIDED = Undecided.UNDECIDED
 
 EVEN_ROWS = 128
 """The recomputed rows of a GEMM are a multiple of it: the height of the tiles that GEMM kernels compute."""
@@ -63,16 +69,16 @@ class Placement:
     """The placement of one layer call, part of the key of its recipe."""
 
     kind: PlacementKind
-    alpha: float | None = UNDECIDED
+    alpha: float | Undecided = UNDECIDED
     """The share of each GEMM output's rows that is stored, as `stored_rows` counts them. On the device the kind sets it and the
     argument is ignored."""
     empty_frame: bool = False
-    """True if a call without recompute gets an empty frame, so that the engine moves swapped frames while it runs and the host
-    keeps the run-ahead limit (ds_memo.deepspeed.run_ahead_limit)."""
+    """True if a call without recompute opens an empty frame. Swapped frames move only as frames open and close, and so does the
+    run-ahead limit (ds_memo.deepspeed.run_ahead_limit)."""
     tiles: Tiles | None = None
-    """None: the call runs whole. Calls without recompute do so in any case."""
+    """None: the call runs whole, as calls without recompute always do."""
     nvme: bool = field(default=False, compare=False)
-    """True if a swapped call's host block goes on to a file. It keeps the same, so that is no part of the key."""
+    """True if a swapped call's host block is written to a file. What is kept stays the same, so recipes do not depend on it."""
 
     def __post_init__(self) -> None:
         if self.kind.on_device:
@@ -80,8 +86,8 @@ class Placement:
 
     @property
     def decided_alpha(self) -> float:
-        """Alpha of a placement by the solver, which leaves none open."""
-        assert self.alpha is not UNDECIDED
+        """Alpha where it is known: of a placement by the solver, and of a call that was admitted."""
+        assert not isinstance(self.alpha, Undecided)
         return self.alpha
 
 

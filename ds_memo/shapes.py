@@ -91,9 +91,9 @@ def length_between(here: PassKind, there: PassKind) -> Length | None:
         return None
     dimensions = tuple(
         (t, d)
-        for t, ((mine, _), (theirs, _)) in enumerate(zip(here.shapes, there.shapes, strict=True))
-        for d in range(len(mine))
-        if mine[d] != theirs[d]
+        for t, ((one, _), (other, _)) in enumerate(zip(here.shapes, there.shapes, strict=True))
+        for d in range(len(one))
+        if one[d] != other[d]
     )
     sizes = {(here.shapes[t][0][d], there.shapes[t][0][d]) for t, d in dimensions}
     return Length(*sizes.pop(), dimensions) if len(sizes) == 1 else None

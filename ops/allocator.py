@@ -57,7 +57,7 @@ class _Numbers(dict[Hashable, int]):
 _numbers = _Numbers()
 
 
-class Request(NamedTuple):
+class LogEvent(NamedTuple):
     """One event of a profiled pass."""
 
     kind: str
@@ -148,11 +148,11 @@ class Allocator:
         finally:
             self._op.set_min_bytes(self._device, self.min_bytes)
 
-    def requests(self) -> list[Request]:
+    def requests(self) -> list[LogEvent]:
         """Return the events since the pass began, or since the last call. A free has the id of its malloc, even from an earlier
         pass."""
         return [
-            Request(_KINDS[kind], _names[phase] if phase >= 0 and _KINDS[kind] != "free" else None, id_, size)
+            LogEvent(_KINDS[kind], _names[phase] if phase >= 0 and _KINDS[kind] != "free" else None, id_, size)
             for kind, phase, id_, size in self._op.take_log(self._device)
         ]
 

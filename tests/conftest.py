@@ -5,12 +5,15 @@ import signal
 import subprocess
 import sys
 
+import hypothesis
 import pytest
 
 from tests.fixtures import *  # noqa: F403  pytest finds fixtures by their names here
 from tests.haste import make_haste
 from tests.processes import new_marker, signal_all
 
+hypothesis.settings.register_profile("ds_memo", deadline=None)  # how long an example takes depends on what else runs
+hypothesis.settings.load_profile("ds_memo")
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what runs in the background without it
 
 

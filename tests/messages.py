@@ -41,7 +41,7 @@ VERBS = """
     leave let load look lower make mend merge move name number pad pass pip print quote raise read register remove report run
     send set shorten start switch take train try turn use wait watch wrap write
 """
-_CURE = re.compile(rf"(?:^|[.;:,(] |\b(?:and|or|then) )(?:{'|'.join(VERBS.split())})\b", re.IGNORECASE)
+_CURE = re.compile(rf"(?:^|[.;:,(?] |\b(?:and|or|then) )(?:{'|'.join(VERBS.split())})\b", re.IGNORECASE)
 _GOES_ON = re.compile(
     r"\b(?:expected|allowed|goes on|needs nothing|again|anew|helps?|whole|stays in|(?:is|are) used|measured at)\b"
 )
@@ -60,7 +60,7 @@ NO_CURE = {
     "layer … has … GiB of parameters, … GiB of the device are free": _MEASURING,
     "cannot write …: …": _PASSED_ON,
     "cannot read …: …": _PASSED_ON,
-    "rank … could not … its file in …: …": "stands inside the two messages of nvme/home.py",
+    "rank … could not … its file in …: …": "stands inside the two messages of nvme/file_home.py",
     "… was given to ds_memo.keep_whole, but …": _PASSED_ON,
     "layer calls are recomputed for which the system has no host memory: …": _PASSED_ON,
     "memo.head_groups: … groups are not used in …'s attention: …": _PASSED_ON,

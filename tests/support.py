@@ -20,9 +20,10 @@ PAGE = DOCS / "support.md"
 FAMILIES = Path(__file__).parent / "data" / "sequence_families.json"
 _HEAD = """# What works with what
 
-This page shows which models and settings give the losses and gradients of training without memo, which are refused, and which
-no test tries. "Exact" means equal up to rounding, within the bar of the test that is named. These tests ran on CPUs; what ran on
-a GPU is in [evidence](evidence.md). `python -m tests.support` writes this page from the tests' own tables.
+Which models and settings give the losses and gradients of training without memo, which are refused, and which does no test try?
+
+"Exact" means equal up to rounding, within the bar of the test that is named. These tests ran on CPUs; what ran on a GPU is in
+[evidence](evidence.md). `python -m tests.support` writes this page from the tests' own tables.
 
 ## DeepSpeed's settings
 
@@ -85,7 +86,8 @@ def _models() -> list[str]:
         "",
         "| tiles | ranks that share a sequence | models |",
         "|---|---|---|",
-        *(f"| {in_tiles} | {in_parts} | {', '.join(sorted(rows[in_tiles, in_parts]))} |" for in_tiles, in_parts in order),
+        f"| {order[0][0]} | {order[0][1]} | the other {len(rows[order[0]])}, named in [Models in tiles](tiles_models.md) |",
+        *(f"| {in_tiles} | {in_parts} | {', '.join(sorted(rows[in_tiles, in_parts]))} |" for in_tiles, in_parts in order[1:]),
         "",
         "Untested:",
         "",

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ops.compiling import NOT_TRUSTED, compiler, lacks, plant, stand_in
+from tests.ops.compiling import NOT_TRUSTED, lacks, plant, stand_in
 from tests.processes import ROOT, assert_gone, python
 
 pytestmark = [pytest.mark.processes, pytest.mark.skipif(bool(lacks()), reason=str(lacks()))]
@@ -129,14 +129,6 @@ def test_a_library_of_this_users_is_loaded(source: Path, cache: Path, counted: t
     assert (tmp_path / "it was loaded").exists() and builds(counted[1]) == 1
 
 
-def test_a_relative_cache_folder_is_ignored(source: Path, cache: Path, counted: tuple[str, Path], tmp_path: Path) -> None:
-    """It would depend on the working directory."""
-    plant(library(cache), tmp_path / "it was loaded")
-    assert load(source, "cache", cwd=tmp_path, HOME=str(tmp_path / "home"), CXX=counted[0]) == ["loaded 42"]
-    assert not (tmp_path / "it was loaded").exists()
-    assert library(tmp_path / "home" / ".cache").is_file()
-
-
 @pytest.mark.parametrize(
     ("cxx", "why"),
     {
@@ -148,10 +140,6 @@ def test_a_relative_cache_folder_is_ignored(source: Path, cache: Path, counted: 
 def test_why_it_is_not_available(source: Path, tmp_path: Path, cxx: str, why: str) -> None:
     (line,) = load(source, tmp_path, CXX=cxx)
     assert line.startswith("unavailable small is not available: ") and why in line
-
-
-def test_a_compiler_of_several_words(source: Path, tmp_path: Path) -> None:
-    assert load(source, tmp_path, CXX=f"env  LC_ALL=C {' '.join(compiler())}") == ["loaded 42"]
 
 
 # ---- builds that are ended

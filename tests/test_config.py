@@ -78,17 +78,6 @@ def test_a_section_that_is_no_object(section: Any) -> None:
         memo_config(section)
 
 
-def test_the_old_key_of_the_cache_folder_works_with_a_warning() -> None:
-    with pytest.warns(ds_memo.MemoWarning, match=r"memo\.plan\.cache_dir is memo\.cache_dir now") as warned:
-        config = memo_config({"plan": {"enabled": False, "cache_dir": "/x"}})
-    assert (config.cache_dir, config.plan.enabled, len(warned)) == ("/x", False, 1)
-
-
-def test_both_keys_of_the_cache_folder() -> None:
-    with pytest.raises(ds_memo.MemoConfigError, match=r"memo\.plan\.cache_dir: unknown key"):
-        memo_config({"cache_dir": "/x", "plan": {"cache_dir": "/y"}})
-
-
 def test_every_wrong_field_is_named_at_once() -> None:
     with pytest.raises(ds_memo.MemoConfigError) as caught:
         memo_config({"alpha": 2, "resident_layers": -1, "plan": {"solver": "x"}, "nonsense": 1})

@@ -48,11 +48,6 @@ def test_every_requirement_has_a_tested_version(setup_cfg):
     assert wanted <= constrained
 
 
-def test_the_licence():
-    text = (REPO / "LICENSE").read_text()
-    assert "Apache License" in text and "Version 2.0" in text
-
-
 @pytest.fixture
 def source(tmp_path):
     """A copy to install from, because a build leaves folders behind."""

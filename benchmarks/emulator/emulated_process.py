@@ -110,6 +110,6 @@ def without_values(host_gib: float = HOST_GIB) -> None:
         optimizer.has_overflow = lambda *_, **__: False
     stage_1_and_2.is_invalid_grad_norm = stage3.is_invalid_grad_norm = lambda _: False
     masking_utils.find_packed_sequence_indices = lambda position_ids: None  # else a mask for documents that are not there
-    said = sequence.said_of
+    describe = sequence.describe_part
     # Waits for positions stay; what they would say is that each part begins a document, as all ranks have one rank's.
-    sequence.said_of = lambda rows, length, *others: (said(rows, length, *others), said(rows, length, None))[1]
+    sequence.describe_part = lambda rows, length, *others: (describe(rows, length, *others), describe(rows, length, None))[1]

@@ -153,29 +153,25 @@ def _six(all_cells: Sequence[Cell]) -> list[Cell]:
 # ---- the page
 
 INTRO = """\
-Written by `python -m benchmarks.paper --out docs/paper.md` from `benchmarks/paper/*.csv`, the 7B tables of MEMO (SIGMOD 2025):
-MFU in percent on 8 A800, 16 sequences a step. Ablation and alpha ran with TP 4 and CP 2; the main table's layouts are not
-stated: for MEMO the estimator takes the fastest with TP 4 or 8, for Megatron-LM TP 4 and CP 2, for DeepSpeed the fastest Ulysses
-with ZeRO-3. **bold**: the constants were calibrated on it. *: contradicts another cell, see below."""
+How far is the estimator from the 7B tables of MEMO (SIGMOD 2025)? `python -m benchmarks.paper --out docs/paper.md` writes
+this page from `benchmarks/paper/*.csv`: MFU in percent on 8 A800, 16 sequences a step. Ablation and alpha ran with TP 4 and
+CP 2; the main table's layouts are not stated, and the estimator takes the fastest with TP 4 or 8 for MEMO, TP 4 and CP 2
+for Megatron-LM, and Ulysses with ZeRO-3 for DeepSpeed. **bold**: the constants were calibrated on it. *: contradicts
+another cell, see below."""
 READ_OFF = """\
-Attention's backward is taken at 63 / 73 of its forward's rate, as FlashAttention-2 reports on A100: the tables alone hardly
-tell the two apart. Three constants are read off between two cells each and not fitted, and these cells are not among the six:
-`device_reserve` (0.5 to 1.15 GiB) and `fragmentation` (1.75 to 1.99) from what is out of memory, in the ablation and in the
-main table, and the growth of the allocator's cache (9 to 19 times) from where flushes begin. GEMM efficiency is a round figure
-(the tables cannot tell it from the speed of the links between GPUs; 0.72 to 0.77 do as well); those links and the device's
-bandwidth come from data sheets. Host blocks are rounded up to powers of two, as PyTorch's pinned allocator does: that alone
-explains every out-of-host-memory cell."""
+Attention's backward is taken at 63 / 73 of its forward's rate, as FlashAttention-2 reports on A100. Three constants are
+read off between two cells each, which are not among the six: `device_reserve` (0.5 to 1.15 GiB), `fragmentation` (1.75 to
+1.99) and the growth of the allocator's cache (9 to 19 times). GEMM efficiency is a round figure (0.72 to 0.77 do as well);
+links and the device's bandwidth come from data sheets. Host blocks are rounded up to powers of two, as PyTorch's pinned
+allocator does: that explains every out-of-host-memory cell."""
 UNEXPLAINED = """\
-- Without a plan the time depends on how often the caching allocator gives its cache back, which the paper counts (6 times an
-  iteration at 128 Ki, 16 at 256 Ki) and which does not grow smoothly with the length. One share, from two cells, stands for all.
-- Below 64 Ki GEMMs have few tiles. The half-empty last wave of each explains 2.5 of the 4.1 % by which MEMO's cells were
-  overestimated there. Launches, the latency of collectives (at 20 µs each, 2 % at 4 Ki) and the unequal blocks of causal
-  attention are not in the model.
+- Without a plan the time depends on how often the caching allocator gives its cache back, which does not grow smoothly with
+  the length. One share, from two cells, stands for all.
+- Below 64 Ki, launches, the latency of collectives (at 20 µs each, 2 % at 4 Ki) and the unequal blocks of causal attention
+  are not in the model.
 - DeepSpeed's MFU falls with the length in the main table; nothing in the cost model does that.
 
-The columns of 13B, 30B and 65B are not in this repository: nothing was fitted to them, and how far off their estimates are below
-128 Ki was not measured again. What changed there is the speed of collectives between nodes, by the sources in
-`ds_memo/estimate/hardware.py`."""
+The columns of 13B, 30B and 65B are not in this repository: nothing was fitted to them."""
 
 
 def page(all_cells: Sequence[Cell]) -> tuple[str, bool]:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.paper_alpha import paper_alpha
 from ds_memo.estimate.hardware import Hardware, mfu
-from ds_memo.estimate.layout import Layout
+from ds_memo.estimate.layout import GpuLayout
 from ds_memo.estimate.methods import CACHE_GROWTH, LOGIT_BYTES
 from ds_memo.estimate.question import OK, OOHM, OOM
 from ds_memo.hf.model_flops import sequence_flops
@@ -77,16 +77,16 @@ class Run:
     def host_bytes(self) -> float:
         return self.hardware.host_memory * (1 - HOST_HEADROOM)
 
-    def layouts(self) -> list[Layout]:
+    def layouts(self) -> list[GpuLayout]:
         """Return the layouts that it may have had: as stated; tp 4 or 8 and any cp; or Ulysses with ZeRO-3. Every replica has a
         sequence."""
         if self.tp is not None:
-            return [Layout(self.gpus, self.tp, self.cp or 1, zero=1)]
+            return [GpuLayout(self.gpus, self.tp, self.cp or 1, zero=1)]
         powers = [1 << i for i in range(self.gpus.bit_length()) if self.gpus % (1 << i) == 0]
         if self.method == "paper":
-            found = [Layout(self.gpus, tp, cp, zero=1) for tp in (4, 8) for cp in powers if self.gpus % (tp * cp) == 0]
+            found = [GpuLayout(self.gpus, tp, cp, zero=1) for tp in (4, 8) for cp in powers if self.gpus % (tp * cp) == 0]
         else:
-            found = [Layout(self.gpus, sp=sp) for sp in powers]
+            found = [GpuLayout(self.gpus, sp=sp) for sp in powers]
         return [layout for layout in found if layout.dp <= self.batch]
 
 
@@ -102,7 +102,7 @@ def estimate(run: Run) -> Answer:
     return max((_on(run, layout) for layout in run.layouts()), key=lambda answer: (order.index(answer.status), answer.mfu or 0))
 
 
-def _on(run: Run, layout: Layout) -> Answer:
+def _on(run: Run, layout: GpuLayout) -> Answer:
     if run.method == "paper" and run.alpha is None:  # falls back to stock training where that fits
         stock = _on(replace(run, method="none", plan=False, tp=layout.tp), layout)
         if stock.status == OK:
@@ -162,7 +162,7 @@ def _papers_alpha(run: Run, layer: LayerCosts) -> float:
 class Costs:
     """Seconds and bytes of one rank."""
 
-    def __init__(self, run: Run, layout: Layout) -> None:
+    def __init__(self, run: Run, layout: GpuLayout) -> None:
         machine = run.hardware
         self.run, self.layout, self.machine = run, layout, machine
         self.moved = MEGATRON if run.megatron else TRANSFORMERS

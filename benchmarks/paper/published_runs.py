@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -23,18 +22,17 @@ from typing import Any, NamedTuple
 from ds_memo.estimate import hardware
 from ds_memo.estimate.costs import Costs
 from ds_memo.estimate.hardware import Hardware
-from ds_memo.estimate.layout import Layout
-from ds_memo.estimate.methods import LOGIT_BYTES, gathered_bytes, state_bytes
+from ds_memo.estimate.layout import GpuLayout
+from ds_memo.estimate.methods import state_bytes
 from ds_memo.estimate.model import Model, from_config, load
+from ds_memo.estimate.stock import Checkpointing
 from ds_memo.placement import PlacementKind
-from ds_memo.solve.run_costs import LayerCosts, RunCosts
+from ds_memo.solve.run_costs import RunCosts
 from ds_memo.solve.schedule import Schedule
 from ds_memo.units import GIB, short
 
 DATA = Path(__file__).with_suffix(".json")
 MODELS = Path(__file__).resolve().parents[2] / "ds_configs" / "models"
-TILED_UNITS = 12.1
-"""Peak of a layer's backward with TiledMLP, in hidden states: docs/benchmarks.md, by the emulator."""
 
 
 class Answer(NamedTuple):
@@ -63,46 +61,21 @@ def model(name: str, fused: bool) -> Model:
 
 def answer(run: dict[str, Any]) -> Answer:
     """Estimate one of the runs."""
-    layout = Layout(run["gpus"], cp=run.get("cp", 1), sp=run.get("sp", 1), offload=run.get("offload", "none"))
+    layout = GpuLayout(run["gpus"], cp=run.get("cp", 1), sp=run.get("sp", 1), offload=run.get("offload", "none"))
     costs = Costs(model(run["model"], run.get("fused", False)), machine(run["kernel"]), layout, run["tokens"])
-    layers = tuple(_checkpointed(layer, costs, run) for layer in costs.layers())
+    way = _way(run)
+    layers = tuple(way.layer(layer, costs) for layer in costs.layers())
     plain = RunCosts(layers, costs.hardware.d2h, costs.h2d, host_budget=0, device_budget=0, head_s=costs.head_s)
     optimizer_s = costs.optimizer_s(1)
     seconds = Schedule(plain, [PlacementKind.ON_DEVICE] * len(layers)).at(1.0).seconds + optimizer_s
-    return Answer(seconds, optimizer_s, _device_bytes(costs, run))
+    states, context = state_bytes(costs), {"context and communication": costs.hardware.device_reserve}
+    parts = {name: nbytes for name, nbytes in (states | way.device_bytes(costs) | context).items() if nbytes}
+    return Answer(seconds, optimizer_s, parts)
 
 
-def _checkpointed(layer: LayerCosts, costs: Costs, run: dict[str, Any]) -> LayerCosts:
-    again_s, backward_s = layer.replay_s + layer.gemm_s + layer.attention_s, layer.backward_s
-    waits = costs.hidden_bytes if run.get("waits") else 0
-    if run.get("mlp") == "tiled":  # the MLP is all that follows attention's projection; its weights' gradients are summed in bf16
-        projected = next(o.born for o in layer.outputs if o.role == "gemm" and o.born > layer.outputs[-1].born / 3)
-        sums = math.ceil(costs.tokens / costs.model.hidden) * 6 * costs.model.layer_parameters
-        rate = costs.hardware.device_bandwidth * costs.hardware.device_bandwidth_efficiency
-        backward_s += (1 - projected) * layer.forward_s + sums / rate
-    return replace(
-        layer,
-        outputs=(),
-        forward_s=layer.forward_s + waits / costs.hardware.d2h,
-        backward_s=backward_s,
-        replay_s=max(again_s, costs.gather_s) + waits / costs.h2d,
-        gemm_s=0.0,
-    )
-
-
-def _device_bytes(costs: Costs, run: dict[str, Any]) -> dict[str, float]:
-    """Return the bytes of a GPU by part, without what an allocator loses between its blocks."""
-    layers, hidden = costs.layers(), costs.hidden_bytes
-    inputs = len(layers) if run["inputs"] == "all" else run["inputs"]
-    whole = max(max(layer.working.forward, layer.working_without_attention.backward) for layer in layers)
-    parts = state_bytes(costs) | {
-        "gathered parameters": gathered_bytes(costs),
-        "inputs of layers": hidden * inputs,
-        "a layer's backward": TILED_UNITS * hidden if run.get("mlp") == "tiled" else whole,
-        "logits": costs.tokens * costs.model.vocab * LOGIT_BYTES if run["loss"] == "whole" else 0.0,
-        "context and communication": costs.hardware.device_reserve,
-    }
-    return {name: nbytes for name, nbytes in parts.items() if nbytes}
+def _way(run: dict[str, Any]) -> Checkpointing:
+    inputs = None if run["inputs"] == "all" else run["inputs"]
+    return Checkpointing(inputs, run.get("waits", False), run.get("mlp") == "tiled", run["loss"] == "whole")
 
 
 def table(runs: list[dict[str, Any]], answers: list[Answer]) -> list[str]:

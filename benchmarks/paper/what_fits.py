@@ -30,12 +30,14 @@ def farthest(name: str, gpus: int) -> Estimate | None:
 def cell(answer: Estimate | None) -> str:
     if answer is None or answer.step_s is None:
         return "–"
-    again = answer.placed["attention_recomputed"]
-    minutes = answer.step_s / 60
-    step = f"{minutes / 60:.1f} h" if minutes > 90 else f"{minutes:.0f} min"
-    offload = "" if answer.question.offload == "none" else f", {answer.question.offload} offloaded"
-    layers = sum(answer.placed.values())
-    return f"{short(answer.question.seq_length)} in {step}{offload}, attention twice in {again} of {layers} layers"
+    again, layers = answer.placed["attention_recomputed"], len(answer.placements)
+    attention = "attention twice" if again else "attention once"
+    if 0 < again < layers:
+        attention += f" in {again} of {layers} layers"
+    hours = answer.step_s / 3600
+    step = f"{hours * 60:.0f} min" if hours < 1.5 else f"{hours:.1f} h"
+    offload = {"none": "", "optimizer": ", optimizer offloaded", "all": ", all states offloaded"}[answer.question.offload]
+    return f"{short(answer.question.seq_length)} in {step}, {attention}{offload}"
 
 
 def main() -> None:

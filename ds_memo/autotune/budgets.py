@@ -17,11 +17,11 @@ from torch import nn
 
 from ds_memo.autotune.pending_calls import InFlight
 from ds_memo.distributed.agree import from_all_ranks
-from ds_memo.logits.head import HeadBytes, LazyHead
+from ds_memo.logits.lazy_head import HeadBytes, LazyHead
 from ds_memo.memory.device import UNSEEN, device_budget, lost_bytes, most_beyond, states_to_come
 from ds_memo.placement import Tiles
 from ds_memo.planned_alloc.non_layer_memory import NonLayerMemory, largest
-from ds_memo.profile.sample import Profile
+from ds_memo.profile.run_profile import RunProfile
 from ds_memo.shapes import HiddenShapes
 from ds_memo.solve.headroom import HEADROOM
 from ds_memo.solve.run_costs import RunCosts
@@ -138,7 +138,7 @@ class Budgets:
         return (self._head, self._non_layer) != before
 
     def costs(
-        self, profile: Profile, shapes: HiddenShapes, in_flight: InFlight, host: int, tiles: Tiles | None = None
+        self, profile: RunProfile, shapes: HiddenShapes, in_flight: InFlight, host: int, tiles: Tiles | None = None
     ) -> RunCosts:
         """Return the costs of what comes before a backward, for layers with these hidden states, within these budgets.
 

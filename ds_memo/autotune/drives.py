@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ds_memo.distributed.agree import from_all_ranks, together
+from ds_memo.distributed.agree import from_all_ranks, on_all_ranks
 from ds_memo.memory.host import ranks_on_node
 from ds_memo.nvme.bandwidth import measure_drives
 from ds_memo.nvme.direct_files import DirectFiles
@@ -68,7 +68,7 @@ class Drives:
         Raises:
             Failed: it failed on some rank. All ranks raise it.
         """
-        mine = together(functools.partial(measure_drives, self._files, self._host.share, self._device))
+        mine = on_all_ranks(functools.partial(measure_drives, self._files, self._host.share, self._device))
         writes, reads = zip(*from_all_ranks(mine), strict=True)
         self._rates = min(writes), min(reads)
         for meter in self._files.meters.values():

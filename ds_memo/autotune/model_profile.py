@@ -16,14 +16,14 @@ from typing import Any
 import torch
 
 from ds_memo.config import MemoConfig
-from ds_memo.distributed.agree import Do, Failed, alone, from_all_ranks, refuse_differences, together
+from ds_memo.distributed.agree import Do, Failed, from_all_ranks, on_all_ranks, on_this_rank, refuse_differences
 from ds_memo.distributed.topology import ranks_per_sequence
 from ds_memo.profile import cache
-from ds_memo.profile.layer_call import LayerCall
+from ds_memo.profile.caught_call import CaughtCall
 from ds_memo.profile.layer_kinds import layer_in_words
 from ds_memo.profile.merge_ranks import most_careful
 from ds_memo.profile.run import SHORTEST, Asked, lengths_of, measure_kinds, take_profile, worth_measuring
-from ds_memo.profile.sample import Profile
+from ds_memo.profile.run_profile import RunProfile
 from ds_memo.remat.layer import Layer
 from ds_memo.shapes import HiddenShapes
 from ds_memo.swap.host_budget import HostBudget
@@ -41,7 +41,7 @@ class Profiling:
     """
 
     def __init__(self, config: MemoConfig, host: HostBudget, device: torch.device, warn: Callable[[str], None]) -> None:
-        self.profile: Profile | None = None
+        self.profile: RunProfile | None = None
         self.from_cache = False
         self.kinds: list[int] = []
         """The kinds in the profile, in its order; numbers as in `of_layers`."""
@@ -55,7 +55,7 @@ class Profiling:
         self._tries: Counter[int] = Counter()
         """Attempts to measure a kind again."""
 
-    def first(self, layers: Sequence[Layer], of_layers: Sequence[int], calls: Mapping[int, LayerCall]) -> None:
+    def first(self, layers: Sequence[Layer], of_layers: Sequence[int], calls: Mapping[int, CaughtCall]) -> None:
         """Profile the first pass. All ranks call this together.
 
         Args:
@@ -92,7 +92,7 @@ class Profiling:
         longest = self.profile.kinds[self.kinds.index(kind)].samples[-1].length
         return longest < SHORTEST and length > 2 * longest and self._tries[kind] < _TRIES
 
-    def again(self, calls: Mapping[int, LayerCall], with_others: bool) -> list[str]:
+    def again(self, calls: Mapping[int, CaughtCall], with_others: bool) -> list[str]:
         """Measure the kinds again that these calls have outgrown.
 
         Args:
@@ -101,7 +101,7 @@ class Profiling:
         Returns:
             What was measured, in words.
         """
-        everybody, do = (from_all_ranks, together) if with_others else (_only_me, alone)
+        everybody, do = (from_all_ranks, on_all_ranks) if with_others else (_only_me, on_this_rank)
         everybodys = everybody({kind: call.length for kind, call in calls.items() if call.tokens})
         changes = []
         for kind in self.kinds:
@@ -118,14 +118,14 @@ class Profiling:
             self._tries[kind] += 1
         return changes
 
-    def _measure_again(self, kind: int, call: LayerCall, everybody: Callable[[Any], list[Any]], do: Do) -> None:
+    def _measure_again(self, kind: int, call: CaughtCall, everybody: Callable[[Any], list[Any]], do: Do) -> None:
         asked = replace(self._asked({kind: call}, everybody), do=do)
         mine = replace(self.profile, kinds=measure_kinds(asked))
         kinds = list(self.profile.kinds)
         (kinds[self.kinds.index(kind)],) = most_careful(everybody(mine)).kinds
         self.profile = replace(self.profile, kinds=tuple(kinds))
 
-    def _asked(self, calls: Mapping[int, LayerCall], everybody: Callable[[Any], list[Any]]) -> Asked:
+    def _asked(self, calls: Mapping[int, CaughtCall], everybody: Callable[[Any], list[Any]]) -> Asked:
         """Return the request to profile what all ranks call.
 
         Raises:

@@ -15,7 +15,7 @@ from ds_memo.autotune.pass_solution import PassSolution
 from ds_memo.autotune.pending_calls import CallsInFlight
 from ds_memo.config import MemoConfig
 from ds_memo.errors import MemoError
-from ds_memo.placement import FULL_RECOMPUTE, ON_DEVICE, SWAPPED, Placement, PlacementKind, Tiles, spread
+from ds_memo.placement import FULL_RECOMPUTE, ON_DEVICE, SWAPPED, UNDECIDED, Placement, PlacementKind, Tiles, spread
 from ds_memo.remat.layer import Layer
 from ds_memo.solve.refusals import host_too_small
 from ds_memo.solve.solver import alpha_for_host
@@ -74,7 +74,7 @@ class PlacementPolicy:
             host.needs = 0
         tiles = Tiles(config.tile_tokens, config.head_groups or 1) if config.tile_tokens else None
         self._on_device = replace(ON_DEVICE, tiles=tiles)
-        self._swapped = replace(SWAPPED, alpha=config.alpha, tiles=tiles)
+        self._swapped = replace(SWAPPED, alpha=UNDECIDED if config.alpha is None else config.alpha, tiles=tiles)
         self.pass_solution: PassSolution | None = None
         """The tuner's, for the running pass."""
         self.kinds = self._configured()
@@ -173,29 +173,29 @@ class PlacementPolicy:
         return solution.placements[number] if number < len(solution.placements) else FULL_RECOMPUTE
 
     def decide_alpha(self, layer: Layer, placement: Placement, whole_bytes: int, split_bytes: int) -> Placement:
-        """Return the placement of a swapped call, now that the sizes are known, with an alpha that the host can hold.
-
-        Raises:
-            MemoError: no alpha fits, or the one that is configured does not.
-        """
+        """Return the placement with an alpha that the host can hold; a solution has decided it."""
         if self.pass_solution is not None:
             return placement
-        alpha, reason = placement.alpha, "as configured"
-        budget = self._host.reservation + (self._nvme_budget if alpha is not None else 0)
         others = [other for other in self._layers if not self._is_resident(other)]
-        if alpha is not None:  # layers of another class keep something else; the host budget has the last word on all of them
-            others = [other for other in others if type(other.module()) is type(layer.module())]
-        swapped = max(1, len(others))
-        if alpha is None and not self.layers_known:  # how many will share the host shows in this forward
-            alpha, reason = 0.0, "layers not known"
-        slack = swapped * _SLACK_PER_FRAME if alpha is None else 0
-        fits = alpha_for_host(budget - slack, swapped, whole_bytes, split_bytes)
-        least = alpha or 0.0
+        budget, where = self._host.reservation, "host memory"
+        if placement.alpha is UNDECIDED:
+            swapped, least = max(1, len(others)), 0.0
+            slack = swapped * _SLACK_PER_FRAME if self.layers_known else 0
+            fits = alpha_for_host(budget - slack, swapped, whole_bytes, split_bytes)
+            if self.layers_known:
+                alpha, reason = fits, "host memory" if fits < 1 else "all rows fit the host"
+            else:  # how many will share the host shows in this forward
+                alpha, reason = 0.0, "layers not known"
+        else:  # layers of another class keep something else; the host budget has the last word on all of them
+            swapped = max(1, sum(type(other.module()) is type(layer.module()) for other in others))
+            if self._nvme_budget:
+                budget, where = budget + self._nvme_budget, "host memory and files"
+            fits = alpha_for_host(budget, swapped, whole_bytes, split_bytes)
+            alpha = least = placement.decided_alpha
+            reason = "as configured"
         if fits < least:
             need = swapped * (whole_bytes + least * split_bytes)
             raise MemoError(host_too_small(f"{swapped} swapped layers like {layer.name}", need, least, budget, fits))
-        if alpha is None:
-            alpha, reason = fits, "host memory" if fits < 1 else "all rows fit the host"
         used = swapped * (whole_bytes + alpha * split_bytes)
         if self.fixed:
             of_class, need = type(layer.module()), math.ceil(used) + swapped * _SLACK_PER_FRAME
@@ -204,7 +204,6 @@ class PlacementPolicy:
             if self._nvme_budget:
                 self._host.needs = min(self._host.needs, self._host.nbytes)
             self._frame_bytes[of_class] = used / swapped
-        where = "host memory and files" if self._nvme_budget and alpha is not None else "host memory"
         self.binding = f"{reason}: {used / GIB:.3g} of {budget / GIB:.3g} GiB of {where} at alpha {alpha:.3g}"
         self.alpha_used = alpha
         return replace(placement, alpha=alpha)

@@ -13,7 +13,7 @@ from torch import nn
 from ds_memo.distributed.agree import world_size
 from ds_memo.distributed.topology import is_experts
 from ds_memo.errors import MemoError
-from ds_memo.profile.layer_call import AsCalled, LayerCall, as_it_is, layer_calls
+from ds_memo.profile.caught_call import AsCalled, CaughtCall, as_it_is, layer_calls
 from ds_memo.profile.layer_kinds import kinds_of
 from ds_memo.remat.checkpoint import Remat
 from ds_memo.remat.layer import Layer
@@ -56,7 +56,7 @@ class Probe:
         self._seen: dict[Shapes, HiddenShapes] = {}
         """What only a probe could tell."""
 
-    def first(self, training_pass: TrainingPass, layers: Sequence[Layer]) -> dict[int, LayerCall]:
+    def first(self, training_pass: TrainingPass, layers: Sequence[Layer]) -> dict[int, CaughtCall]:
         """A call of each kind that the forward calls, in the order in which they come.
 
         Args:
@@ -74,7 +74,7 @@ class Probe:
             raise MemoError("the first batches have no tokens; begin with one that has")
         return calls
 
-    def profiled(self, kind: Shapes, calls: Mapping[int, LayerCall], measured: Sequence[int]) -> None:
+    def profiled(self, kind: Shapes, calls: Mapping[int, CaughtCall], measured: Sequence[int]) -> None:
         """The pass of these calls was profiled.
 
         Args:
@@ -95,18 +95,18 @@ class Probe:
         found = tuple(hidden_shape(first, shape, kind) for shape in shapes if shape)
         return found if all(found) else None
 
-    def later(self, training_pass: TrainingPass) -> dict[int, LayerCall]:
+    def later(self, training_pass: TrainingPass) -> dict[int, CaughtCall]:
         """A call of each kind that a forward calls, up to the measured kind that came last in the profiled pass."""
         return self._run(training_pass, lambda calls: self._last in calls)
 
-    def saw(self, kind: Shapes, calls: Mapping[int, LayerCall]) -> HiddenShapes:
+    def saw(self, kind: Shapes, calls: Mapping[int, CaughtCall]) -> HiddenShapes:
         """Remember and return the shapes of hidden states in a pass of this kind."""
         while len(self._seen) >= REMEMBERED:
             del self._seen[next(iter(self._seen))]
         self._seen[kind] = tuple(calls[number].shape if number in calls else None for number in self._measured)
         return self._seen[kind]
 
-    def _run(self, training_pass: TrainingPass, enough: Callable[[dict[int, LayerCall]], bool]) -> dict[int, LayerCall]:
+    def _run(self, training_pass: TrainingPass, enough: Callable[[dict[int, CaughtCall]], bool]) -> dict[int, CaughtCall]:
         self._before()
         _, model, args, kwargs, as_called = training_pass
-        return layer_calls(self._remat, model, args, kwargs, self.kinds, enough, as_called)
+        return layer_calls(self._remat.instead, self._remat.engine.device, model, args, kwargs, self.kinds, enough, as_called)

@@ -31,14 +31,14 @@ from ds_memo.autotune.policy import WITHOUT_ALPHA
 from ds_memo.autotune.probe_forward import REMEMBERED, Probe, TrainingPass
 from ds_memo.config import MemoConfig
 from ds_memo.distributed import agree
-from ds_memo.distributed.agree import Failed, from_all_ranks, greatest, together, world_size
+from ds_memo.distributed.agree import Failed, from_all_ranks, greatest, on_all_ranks, world_size
 from ds_memo.distributed.topology import gathers_by_module, is_experts, meet_in_layers, sharing_ranks, talk_in_layers
-from ds_memo.logits.head import LazyHead
+from ds_memo.logits.lazy_head import LazyHead
 from ds_memo.placement import PlacementKind, Tiles
 from ds_memo.planned_alloc import UNPLANNED_OVERHEAD
 from ds_memo.planned_alloc.runtime import Addresses
-from ds_memo.profile.layer_call import LayerCall
-from ds_memo.profile.sample import Profile
+from ds_memo.profile.caught_call import CaughtCall
+from ds_memo.profile.run_profile import RunProfile
 from ds_memo.remat.checkpoint import Remat
 from ds_memo.remat.layer import Layer
 from ds_memo.shapes import HiddenShapes, Shapes
@@ -137,7 +137,7 @@ class Tuner:
         self._stalls = StallWatch(remat.engine.streams)
 
     @property
-    def profile(self) -> Profile | None:
+    def profile(self) -> RunProfile | None:
         return self._profiling.profile
 
     # ---- before each training pass
@@ -256,14 +256,14 @@ class Tuner:
         """Run the forward up to its last kind of layer, and measure kinds again that it has outgrown."""
         self.unsettled += 1
         probe = functools.partial(self._probe.later, training_pass)
-        calls = together(probe) if self._meets_in_layers else probe()
+        calls = on_all_ranks(probe) if self._meets_in_layers else probe()
         self._warn_of_encoders(calls[kind] for kind in self._profiling.kinds if kind in calls)
         if self._measures_again and (again := self._profiling.again(calls, with_others=self._meets_in_layers)):
             self.changes += again
             self._solutions.clear()
         return self._probe.saw(training_pass.kind, calls)
 
-    def _warn_of_encoders(self, calls: Iterable[LayerCall]) -> None:
+    def _warn_of_encoders(self, calls: Iterable[CaughtCall]) -> None:
         for call in calls:
             if call.encoder_length:
                 self._warn(
@@ -367,7 +367,7 @@ class Tuner:
         if self._gather_whole is None and any(map(gathers_by_module, _modules(layers))):
             self._profiling.in_tiles, self._why_whole = False, BY_MODULE
         try:
-            calls = together(functools.partial(self._probe.first, training_pass, layers))
+            calls = on_all_ranks(functools.partial(self._probe.first, training_pass, layers))
         except Failed as failed:  # the forward itself will say what is wrong with it; it may well be right the next time
             self._missed += 1
             return self._missed >= _TRIES and self._give_up(failed)

@@ -249,11 +249,10 @@ def _shares(seconds: dict[str, float], total: float) -> str:
 
 
 def _table(args: argparse.Namespace, question: Question) -> int:
-    from ds_memo.estimate.estimate import sweep
+    from ds_memo.estimate.estimate import compare, sweep
 
-    methods = METHODS if args.compare else (question.method,)
     lengths = args.sweep if args.sweep is not None else [question.seq_length]
-    found = sweep(question, lengths, methods)
+    found = (compare if args.compare else sweep)(question, lengths)
     rows = [answer.as_json() for answer in found]
     if args.output:
         write_output(args.output, _table_as(args.output, found, rows))
@@ -262,6 +261,12 @@ def _table(args: argparse.Namespace, question: Question) -> int:
         return 0
     print(f"{question.model.name} on {question.gpus} × {question.hardware.name}")
     cells = [_cells(answer) for answer in found]
+    if args.compare:
+        machine = question.hardware
+        shares = machine.attention_forward_efficiency, machine.attention_backward_efficiency
+        rates = " and ".join(f"{machine.peak * share / 1e12:.0f}" for share in shares)
+        print(f"attention at {rates} TFLOP/s, forward and backward; no memory lost between blocks (a plan, expandable segments)")
+        cells = [row | {"assumed": METHODS[answer.question.method]} for row, answer in zip(cells, found, strict=True)]
     columns = [[name, *(row[name] for row in cells)] for name in cells[0]]
     padded = [[cell.ljust(max(map(len, column))) for cell in column] for column in columns if any(column[1:])]
     for row in zip(*padded, strict=True):

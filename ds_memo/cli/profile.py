@@ -19,13 +19,13 @@ from ds_memo.cli.arguments import MOST_MESSAGE, count, gib, tokens
 from ds_memo.errors import MemoError, brief, quoted
 from ds_memo.files import MOST_CONFIG_BYTES, write_output
 from ds_memo.profile.json_file import to_json
-from ds_memo.profile.sample import LayerProfile, LayerSample, Profile
+from ds_memo.profile.run_profile import LayerProfile, LayerSample, RunProfile
 from ds_memo.units import short, size
 
 if TYPE_CHECKING:
     import torch
 
-    from ds_memo.profile.layer_call import LayerCall
+    from ds_memo.profile.caught_call import CaughtCall
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _BACKWARD = 2.5
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _measure(args: argparse.Namespace, device: torch.device, say: Callable[[str], None]) -> Profile:
+def _measure(args: argparse.Namespace, device: torch.device, say: Callable[[str], None]) -> RunProfile:
     import torch
 
     from ds_memo.hf.meta_model import build
@@ -114,7 +114,7 @@ def _measure(args: argparse.Namespace, device: torch.device, say: Callable[[str]
 def _drives(paths: list[str], host_budget: int, device: torch.device, say: Callable[[str], None]) -> dict[str, Any]:
     """Return the directories, and the bytes per second that this rank writes and reads while all ranks do."""
     from ds_memo.config import memo_config
-    from ds_memo.distributed.agree import from_all_ranks, together
+    from ds_memo.distributed.agree import from_all_ranks, on_all_ranks
     from ds_memo.nvme.bandwidth import BLOCK, BLOCKS, measure_drives
     from ds_memo.nvme.open_files import open_files
     from ds_memo.swap.streams import streams_for
@@ -125,25 +125,26 @@ def _drives(paths: list[str], host_budget: int, device: torch.device, say: Calla
     with closing(streams_for(device)) as streams:
         room, warn = lambda nbytes: min(from_all_ranks(nbytes)), lambda line: say(f"warning: {line}")
         with closing(open_files(config, device, streams, room, warn)) as files:
-            mine = together(lambda: measure_drives(files, min(host_budget, BLOCK * BLOCKS), device))
+            mine = on_all_ranks(lambda: measure_drives(files, min(host_budget, BLOCK * BLOCKS), device))
     written, read = (min(rates) for rates in zip(*from_all_ranks(mine), strict=True))
     return {"directories": paths, "write_bytes_per_s": written, "read_bytes_per_s": read}
 
 
-def _calls(remat: Any, model: Any, kinds: list[int], batch: int, length: int, device: torch.device) -> dict[int, LayerCall]:
+def _calls(remat: Any, model: Any, kinds: list[int], batch: int, length: int, device: torch.device) -> dict[int, CaughtCall]:
     """Return the first call of each kind of layer for an input of this batch and length."""
     import torch
 
-    from ds_memo.distributed.agree import together
-    from ds_memo.profile.layer_call import layer_calls
+    from ds_memo.distributed.agree import on_all_ranks
+    from ds_memo.profile.caught_call import layer_calls
 
     embeddings = model.get_input_embeddings().weight
 
-    def caught() -> dict[int, LayerCall]:
+    def caught() -> dict[int, CaughtCall]:
         hidden = torch.randn(batch, length, embeddings.shape[1], dtype=embeddings.dtype, device=device)
-        return layer_calls(remat, model, (), {"inputs_embeds": hidden}, kinds, lambda calls: len(calls) > max(kinds))
+        given = {"inputs_embeds": hidden}
+        return layer_calls(remat.instead, device, model, (), given, kinds, lambda calls: len(calls) > max(kinds))
 
-    return together(caught)
+    return on_all_ranks(caught)
 
 
 @contextmanager
@@ -187,7 +188,7 @@ def _environment(name: str, default: int) -> int:
 # ---- the summary
 
 
-def summary(profile: Profile, model: Path, length: int) -> str:
+def summary(profile: RunProfile, model: Path, length: int) -> str:
     """Return the measurements as a page of text."""
     batch = profile.kinds[0].samples[-1].batch
     where = f"{profile.key['device']}, {_plural(profile.key['ranks'], 'rank')}"

@@ -45,7 +45,7 @@ def partitioned(backend: Any, kind: PlacementKind) -> tuple[Any, dict[str, Any]]
         return AotAutograd(**{**compiler.kwargs, "partition_fn": parts}), {}
     if getattr(backend, "compiler_name", None) == "aot_eager":
         return AotAutograd(fw_compiler=_run_as_traced, partition_fn=parts, keep_inference_input_mutations=True), {}
-    name = getattr(backend, "compiler_name", None) or getattr(compiler, "__name__", type(compiler).__name__)
+    name = name_of(backend)
     raise CannotCompile(f'is compiled with backend="{name}", whose graphs memo cannot split: "inductor" and "aot_eager" it can')
 
 

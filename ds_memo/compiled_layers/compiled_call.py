@@ -9,10 +9,11 @@ import torch
 from torch._ops import OpOverload
 
 from ds_memo.compiled_layers.recipe import CompiledRecipe, Keeps
+from ds_memo.placement import Placement
 from ds_memo.remat import op_policy
 from ds_memo.remat.layer import Layer
 from ds_memo.remat.layer_host import LayerHost, Way
-from ds_memo.remat.recipe import SavedOp, storable
+from ds_memo.remat.recipe import SavedOp
 from ds_memo.swap.frame import Frame
 
 
@@ -72,13 +73,15 @@ class CompiledCall:
 
     def _first_recipe(self, kept: Sequence[torch.Tensor], keeps: Keeps) -> CompiledRecipe:
         """Make the recipe of a first call of its signature."""
-        split = sum(tensor.nbytes for tensor in keeps.split(kept))
-        whole = sum(tensor.nbytes for tensor in kept if storable(tensor)) - split
-        asked = self.frame.placement
+        asked, observed = self.frame.placement, keeps.observed(kept)
+
+        def recipe_of(placement: Placement) -> CompiledRecipe:
+            return CompiledRecipe.of(keeps, observed, placement.decided_alpha)
+
         self.frame.placement = self._host.admit(
-            self._layer, asked, Way.COMPILED, lambda placed: keeps.recipe(kept, placed.alpha).layout.host_bytes, (whole, split)
+            self._layer, asked, Way.COMPILED, lambda placement: recipe_of(placement).layout.host_bytes, observed.sizes()
         )
-        recipe = keeps.recipe(kept, self.frame.placement.alpha)
+        recipe = recipe_of(self.frame.placement)
         if self.frame.placement.kind is asked.kind:  # else in this call alone: later ones are told before they run
             self._layer.remember(self._key, recipe)
             self._host.diagnose(self._layer, recipe)

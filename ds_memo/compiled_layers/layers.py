@@ -72,7 +72,9 @@ class CompiledLayers:
                 made = torch.compile(fn, backend=self.backend, dynamic=dynamic)
             else:
                 backend, options = partitioned(self.backend, kind)
-                made = torch.compile(_apart(fn, kind), backend=backend, options=options or None, dynamic=dynamic, fullgraph=True)
+                made = torch.compile(
+                    _with_code_of_its_own(fn, kind), backend=backend, options=options or None, dynamic=dynamic, fullgraph=True
+                )
             self._compiled[key] = made
         return self._compiled[key]
 
@@ -81,7 +83,7 @@ def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return module(*args, **kwargs)
 
 
-def _apart(fn: Callable[..., Any], kind: PlacementKind) -> Callable[..., Any]:
+def _with_code_of_its_own(fn: Callable[..., Any], kind: PlacementKind) -> Callable[..., Any]:
     """Return a function that calls `fn`, with code of its own.
 
     Dynamo counts recompilations by code: those of one placement do not count for another.
@@ -193,7 +195,6 @@ class Compilers:
     """The backends that one model's layers are compiled by. Each torch.compile of a layer makes its own, mostly equal ones."""
 
     def __init__(self) -> None:
-        self._by_callback: dict[int, tuple[Any, CompiledLayers]] = {}
         self._all: list[CompiledLayers] = []
 
     def forward(self, callback: Any, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> tuple[Any, tuple, dict]:
@@ -228,15 +229,12 @@ class Compilers:
         return callback.inner if isinstance(callback, AnyLength) else callback
 
     def _of(self, callback: Any) -> CompiledLayers:
-        known = self._by_callback.get(id(callback))
-        if known is None:
-            backend = innermost_backend(callback)
-            same = next((compiled for compiled in self._all if compiled.backend == backend), None)
-            if same is None:
-                same = CompiledLayers(backend)
-                self._all.append(same)
-            known = self._by_callback[id(callback)] = callback, same
-        return known[1]
+        backend = innermost_backend(callback)
+        for compiled in self._all:
+            if compiled.backend == backend:
+                return compiled
+        self._all.append(CompiledLayers(backend))
+        return self._all[-1]
 
 
 def reason_of(error: Exception) -> str:

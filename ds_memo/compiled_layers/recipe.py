@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ds_memo.placement import stored_rows
 from ds_memo.remat import op_policy
-from ds_memo.remat.recipe import Gemm, Notes, Recipe, SavedOp, storable
-from ds_memo.swap.frame import Kept, Layout
+from ds_memo.remat.recipe import Gemm, Notes, Observed, ObservedGemm, ObservedSavedOp, Recipe, make_recipe, storable
+from ds_memo.swap.frame import Kept
 
 
 class Keeps(NamedTuple):
@@ -41,36 +40,24 @@ class Keeps(NamedTuple):
             products += [bool(work)] * max(0, count)
         return products
 
-    def split(self, kept: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        ops = zip(self._by_op(kept), self.whole, self.flops, strict=True)
-        return [tensors[0] for tensors, whole, work in ops if work and tensors and not whole]
-
-    def recipe(self, kept: Sequence[torch.Tensor], alpha: float) -> CompiledRecipe:
-        """Return the recipe of a call that keeps these tensors."""
-        layout, slots = Layout(), list[Kept | None]()
-
-        def place(tensor: torch.Tensor) -> Kept | None:
-            slots.append(layout.add(tensor) if storable(tensor) else None)
-            return slots[-1]
-
-        def place_rows(product: torch.Tensor, rows: int) -> Kept | None:
-            slots.append(layout.add(product, rows) if product.is_contiguous() and product.numel() and rows else None)
-            return slots[-1]
-
-        inputs = [place(tensor) for tensor in kept[: self.inputs]]
-        ops: list[Gemm | SavedOp] = []
+    def observed(self, kept: Sequence[torch.Tensor]) -> Observed:
+        """Return what an analysis would have observed of a call that keeps these tensors."""
+        inputs = [tensor if storable(tensor) else None for tensor in kept[: self.inputs]]
+        observed = Observed(inputs=inputs, packs=1, notes=Notes(softmax=self.softmax or None))
+        gemms = 0
         for name, count, whole, work, tensors in zip(
             self.ops, self.counts, self.whole, self.flops, self._by_op(kept), strict=True
         ):
+            func, unread = _op_named(name), torch.empty(0)
             if not work:
-                ops.append(SavedOp(_op_named(name), None if count < 0 else tuple(map(place, tensors))))
-            elif not tensors:
-                ops.append(Gemm(_op_named(name), (), torch.float32, work, wanted=count < 0))
-            else:
-                product, m = tensors[0], tensors[0].shape[0]
-                rows = place_rows(product, m if whole else stored_rows(alpha, m))
-                ops.append(Gemm(_op_named(name), tuple(product.shape), product.dtype, work, rows))
-        return CompiledRecipe(ops, inputs, layout, packs=1, notes=Notes(softmax=self.softmax or None), slots=tuple(slots))
+                observed.ops.append(ObservedSavedOp(func, tuple(tensors), 0, unread, recomputed=count < 0))
+                continue
+            out = tensors[0] if tensors else unread
+            splits = out.is_contiguous() and out.numel() > 0
+            observed.ops.append(ObservedGemm(func, tuple(out.shape), out, work, 0, splits, unread, chosen_from=whole))
+            observed.wanted |= bool(count) << 2 * gemms
+            gemms += 1
+        return observed
 
     def _by_op(self, kept: Sequence[torch.Tensor]) -> Iterator[Sequence[torch.Tensor]]:
         begin = self.inputs
@@ -83,6 +70,16 @@ class Keeps(NamedTuple):
 class CompiledRecipe(Recipe):
     slots: tuple[Kept | None, ...] = ()
     """For each tensor that the graph keeps, its place; None: no row of it is stored, or it is too small for the way."""
+
+    @classmethod
+    def of(cls, keeps: Keeps, observed: Observed, alpha: float) -> CompiledRecipe:
+        """Return the recipe of a call that `keeps` describes."""
+        recipe, _ = make_recipe(observed, alpha)
+        slots = [*recipe.inputs]
+        for op, count in zip(recipe.ops, keeps.counts, strict=True):
+            if count > 0:
+                slots += [op.kept] if isinstance(op, Gemm) else op.kept or ()
+        return cls(recipe.ops, recipe.inputs, recipe.layout, recipe.packs, recipe.notes, tuple(slots))
 
     def fits(self, kept: Sequence[torch.Tensor]) -> bool:
         """Return True if tensors have the shapes, strides and dtypes of the recipe."""

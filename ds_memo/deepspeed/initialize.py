@@ -10,8 +10,9 @@ import os
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from difflib import get_close_matches
 from typing import Any
 
 import deepspeed
@@ -49,6 +50,9 @@ NO_SECTION = (
     f'this engine runs without memo: its DeepSpeed configuration has no "{SECTION}" section. Add "{SECTION}": '
     '{"enabled": true} to the JSON (that of Accelerate names one by deepspeed_config_file) or the dict, or start with '
     "ds-memo run --memo JSON COMMAND"
+)
+MISSPELLED = (
+    f'this engine runs without memo: its DeepSpeed configuration has a section "{{}}". Did you mean "{SECTION}"? Correct the name'
 )
 NOT_ENABLED = (
     f'this engine runs without memo: the "{SECTION}" section does not say "enabled": true. Add that, or false to have no warning'
@@ -101,8 +105,11 @@ def initialize(*args: Any, **kwargs: Any) -> tuple:
         section = {SECTION: launched_by.section, **section}
     if asked.get("model") is None:  # DeepSpeed itself has something to say
         return stock(*args, **kwargs)
-    if _replaced and SECTION not in section:
-        warnings.warn(NO_SECTION, MemoWarning, stacklevel=2)
+    if SECTION not in section:
+        if key := _misspelled(section):
+            warnings.warn(MISSPELLED.format(key), MemoWarning, stacklevel=2)
+        elif _replaced:
+            warnings.warn(NO_SECTION, MemoWarning, stacklevel=2)
     announce_first_compile()
     with ExitStack() as undo, naming_lost_ranks("ds_memo.initialize"):
         with _heard_by_others():
@@ -356,6 +363,12 @@ def _say(line: str) -> None:
     started = torch.distributed.is_initialized()
     if (torch.distributed.get_rank() if started else int(os.environ.get("RANK", 0))) == 0:
         print(f"ds_memo {line}", file=sys.stderr)
+
+
+def _misspelled(config: Mapping[str, Any]) -> str | None:
+    """Return the name of a section that reads like memo's: "Memo", "memmo"."""
+    sections = (key for key, value in config.items() if isinstance(key, str) and isinstance(value, Mapping))
+    return next((key for key in sections if get_close_matches(key.lower(), [SECTION], cutoff=0.75)), None)
 
 
 def _takes_no_steps(asked: dict[str, Any], section: dict[str, Any]) -> str:

@@ -34,7 +34,7 @@ from ds_memo.hf.attention import wrap_attention
 from ds_memo.memory.host import ranks_on_node
 from ds_memo.sequence.parts import contiguous, even
 from ds_memo.sequence.ranks import ranks_of
-from ds_memo.sequence.split import ulysses_size
+from ds_memo.sequence.ulysses_size import ulysses_size
 
 IGNORE = -100
 """Label of a token that does not count."""

@@ -30,9 +30,9 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ds_memo.distributed import agree
 from ds_memo.errors import MemoError
-from ds_memo.profile.layer_call import hidden_from_training
+from ds_memo.profile.caught_call import hidden_from_training
 from ds_memo.remat.random_states import forked
-from ds_memo.sequence.parts import Parts
+from ds_memo.sequence.parts import SequenceParts
 
 if TYPE_CHECKING:
     from ds_memo.hf.sequence import Decoder
@@ -137,7 +137,7 @@ class _Comparison:
         self._outside = list(range(rank * part, (rank + 1) * part))
         self._inside, self._decoder, self._takes_whole = self._outside, "", False
         if decoder is not None:
-            pieces = Parts(decoder.ranks, part * decoder.ranks.size).pieces
+            pieces = SequenceParts(decoder.ranks, part * decoder.ranks.size).pieces
             self._inside = [token for start, stop in pieces for token in range(start, stop)]
             self._decoder = next(name for name, module in model.named_modules() if module is decoder.module)
             self._takes_whole = decoder.takes_whole

@@ -2,7 +2,7 @@
 
 Ranks talk in two ways. Where every rank is sure to arrive, they use a collective. But a rank may fail while others wait for it
 inside another collective (a layer's all-to-all, a gather of ZeRO-3). A collective by the failed rank would be matched with
-theirs: the ranks would hang, or read each other's bytes. So `together`, `meet` and `announce` use ds_memo.distributed.store.
+theirs: the ranks would hang, or read each other's bytes. So `on_all_ranks`, `meet` and `announce` use ds_memo.distributed.store.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
-def from_all_ranks(mine: Any) -> list[Any]:
+def from_all_ranks(local: Any) -> list[Any]:
     """Return every rank's object, in rank order; all ranks must call this together."""
     if world_size() == 1:
-        return [mine]
+        return [local]
     gathered: list[Any] = [None] * world_size()
     with naming_lost_ranks("an agreement of ranks"):
-        dist.all_gather_object(gathered, mine, group=_of_hosts())
+        dist.all_gather_object(gathered, local, group=_of_hosts())
     return gathered
 
 
-def greatest(mine: Sequence[int]) -> list[int]:
+def greatest(local: Sequence[int]) -> list[int]:
     """Return the greatest of each number over all ranks; all ranks must call this together. Cheap enough for every pass."""
-    numbers = torch.tensor(mine, dtype=torch.int32)
+    numbers = torch.tensor(local, dtype=torch.int32)
     if world_size() > 1:
         with naming_lost_ranks("an agreement of ranks"):
             dist.all_reduce(numbers, dist.ReduceOp.MAX, group=_of_hosts())
@@ -83,12 +83,12 @@ def _of_hosts() -> dist.ProcessGroup:
 
 
 class Do(Protocol):
-    """`together` or `alone`."""
+    """`on_all_ranks` or `on_this_rank`."""
 
     def __call__(self, what: Callable[[], T]) -> T: ...
 
 
-def together(what: Callable[[], T]) -> T:
+def on_all_ranks(what: Callable[[], T]) -> T:
     """Run a function on every rank, each for itself; all ranks must call this together.
 
     Returns:
@@ -105,14 +105,14 @@ def together(what: Callable[[], T]) -> T:
         done.append(what())
     except Exception as caught:  # the others must hear of any error
         error = caught
-    said = _say("" if error is None else in_words(error))
-    problems = [f"rank {number}: {problem}" for number, problem in enumerate(said) if problem]
+    answers = _say("" if error is None else in_words(error))
+    problems = [f"rank {number}: {problem}" for number, problem in enumerate(answers) if problem]
     if problems:
         raise Failed(problems) from error
     return done[0]
 
 
-def alone(what: Callable[[], T]) -> T:
+def on_this_rank(what: Callable[[], T]) -> T:
     """Run a function on this rank only: other ranks neither wait for it nor hear of a failure.
 
     Raises:
@@ -124,7 +124,9 @@ def alone(what: Callable[[], T]) -> T:
         raise Failed([in_words(error)]) from error
 
 
-def announce(mine: str, wait: bool = True, remind_s: float = 0.0, remind: Callable[[list[int]], None] | None = None) -> list[str]:
+def announce(
+    local: str, wait: bool = True, remind_s: float = 0.0, remind: Callable[[list[int]], None] | None = None
+) -> list[str]:
     """Tell all ranks a text; return every rank's, by rank. All ranks must call this; not all need wait.
 
     Args:
@@ -135,26 +137,26 @@ def announce(mine: str, wait: bool = True, remind_s: float = 0.0, remind: Callab
         Absent: a rank has not called it within the process group's time-out.
     """
     if world_size() == 1:
-        return [mine]
+        return [local]
     keys = [_key(str(next(_meetings)), rank) for rank in range(world_size())]
-    store.tell(keys[dist.get_rank()], mine)
+    store.tell(keys[dist.get_rank()], local)
     if not wait:
         return []
     wait_s = store.time_out().total_seconds()
     remind_s = min(remind_s, wait_s / 2)
-    said = store.heard(keys, remind_s)
-    if None in said:
-        if remind is not None and said[dist.get_rank()] is not None:
-            remind([rank for rank, text in enumerate(said) if text is None])
-        said = store.heard(keys, wait_s - remind_s)
-    return _all_of(said, range(world_size()), wait_s)
+    answers = store.heard(keys, remind_s)
+    if None in answers:
+        if remind is not None and answers[dist.get_rank()] is not None:
+            remind([rank for rank, text in enumerate(answers) if text is None])
+        answers = store.heard(keys, wait_s - remind_s)
+    return _all_of(answers, range(world_size()), wait_s)
 
 
 def _key(meeting: str, rank: int) -> str:
     return f"ds_memo/{meeting}/{rank}"
 
 
-def meet(mine: str, ranks: Sequence[int], wait_s: float | None = None) -> list[str]:
+def meet(local: str, ranks: Sequence[int], wait_s: float | None = None) -> list[str]:
     """Tell some ranks, of which this is one, a text; return the text of each. All of them must call this, and no other rank.
 
     Args:
@@ -164,29 +166,29 @@ def meet(mine: str, ranks: Sequence[int], wait_s: float | None = None) -> list[s
         Absent: a rank has not called it.
     """
     if len(ranks) == 1:
-        return [mine]
+        return [local]
     most, me, all_of_them = store.time_out().total_seconds(), dist.get_rank(), tuple(ranks)
     wait_s = most if wait_s is None else min(wait_s, most)
     meetings, where = _meetings, ""
     if len(all_of_them) < world_size():
         meetings, where = _meetings_of[all_of_them], f"{','.join(map(str, all_of_them))}/"
     meeting = next(meetings)
-    store.tell(_key(f"{where}{meeting}", me), mine)
-    said = store.heard([_key(f"{where}{meeting}", other) for other in all_of_them], wait_s)
-    everybodys = _all_of(said, all_of_them, wait_s)
+    store.tell(_key(f"{where}{meeting}", me), local)
+    answers = store.heard([_key(f"{where}{meeting}", other) for other in all_of_them], wait_s)
+    complete = _all_of(answers, all_of_them, wait_s)
     store.forget(_key(f"{where}{meeting - 1}", me))  # all ranks are here, so all have read it
-    return everybodys
+    return complete
 
 
-def _all_of(said: Sequence[str | None], ranks: Sequence[int], wait_s: float) -> list[str]:
-    if said[ranks.index(dist.get_rank())] is None:  # not even this rank is heard
+def _all_of(answers: Sequence[str | None], ranks: Sequence[int], wait_s: float) -> list[str]:
+    if answers[ranks.index(dist.get_rank())] is None:  # not even this rank is heard
         raise LostRank(
             f"the process group's store has not answered for {wait_s:g} s: look at the process that holds it, rank 0 or the "
             "agent of torchrun, which has ended or is frozen"
         )
-    heard = [text for text in said if text is not None]
-    if len(heard) < len(said):
-        raise Absent(ranks[said.index(None)], wait_s)
+    heard = [text for text in answers if text is not None]
+    if len(heard) < len(answers):
+        raise Absent(ranks[answers.index(None)], wait_s)
     return heard
 
 

@@ -40,8 +40,8 @@ class Absent(LostRank):
     """Raised if a rank has not come to a meeting in time."""
 
     def __init__(self, rank: int, wait_s: float) -> None:
-        said = ended_with([rank]).get(rank)
-        why = f"it ended with {said}" if said else _LOOK
+        answer = ended_with([rank]).get(rank)
+        why = f"it ended with {answer}" if answer else _LOOK
         super().__init__(f"rank {rank} has not come for {wait_s:g} s: {why}")
         self.rank, self.wait_s = rank, wait_s
 
@@ -106,7 +106,7 @@ def _is_of_group(error: BaseException) -> bool:
 def _why() -> str:
     """Return what the other ranks say, within ANSWER_S, of an error of the process group."""
     others = [rank for rank in range(dist.get_world_size()) if rank != dist.get_rank()]
-    said = ended_with(others, ANSWER_S)
-    failed = [f"rank {rank} ended with {text}" for rank, text in said.items() if text]
-    silent = [rank for rank, text in said.items() if text is None]
+    answers = ended_with(others, ANSWER_S)
+    failed = [f"rank {rank} ended with {text}" for rank, text in answers.items() if text]
+    silent = [rank for rank, text in answers.items() if text is None]
     return "; ".join(failed[:3]) or (f"{in_numbers(silent)} said nothing: {_LOOK}" if silent else _OTHERWISE)

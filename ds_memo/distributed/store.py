@@ -51,16 +51,16 @@ def heard(keys: Sequence[str], wait_s: float) -> list[str | None]:
     Args:
         wait_s: seconds to wait for the last of them.
     """
-    said: list[str | None] = [None] * len(keys)
+    answers: list[str | None] = [None] * len(keys)
 
     def listen() -> None:
         store = distributed_c10d._get_default_store()
         with suppress(RuntimeError):
             store.wait(list(keys), timedelta(seconds=wait_s))
-        said[:] = [store.get(key).decode() if store.check([key]) else None for key in keys]
+        answers[:] = [store.get(key).decode() if store.check([key]) else None for key in keys]
 
     _within(wait_s + ANSWER_S, listen)
-    return list(said)
+    return list(answers)
 
 
 def _within(seconds: float, ask: Callable[[], object]) -> None:

@@ -21,11 +21,11 @@ from typing import NamedTuple
 
 from ds_memo.estimate.hardware import Hardware
 from ds_memo.estimate.kernels import BACKWARD_FLOPS
-from ds_memo.estimate.layout import Layout
+from ds_memo.estimate.layout import GpuLayout
 from ds_memo.estimate.meta_kernels import exchange_bytes_per_s
 from ds_memo.estimate.model import Model
 from ds_memo.placement import Tiles
-from ds_memo.profile.sample import Profile
+from ds_memo.profile.run_profile import RunProfile
 from ds_memo.solve.run_costs import LayerCosts
 
 _LOGIT_MOVED, _NORM_MOVED = 36, 128
@@ -59,7 +59,9 @@ class Costs:
         profile: of a real run; None: the layers are measured on the meta device.
     """
 
-    def __init__(self, model: Model, hardware: Hardware, layout: Layout, seq_length: int, profile: Profile | None = None) -> None:
+    def __init__(
+        self, model: Model, hardware: Hardware, layout: GpuLayout, seq_length: int, profile: RunProfile | None = None
+    ) -> None:
         self.model = model
         self.hardware = hardware
         self.layout = layout
@@ -116,7 +118,7 @@ class Costs:
 
     # ---- layers
 
-    def profile(self, tiled: bool) -> Profile:
+    def profile(self, tiled: bool) -> RunProfile:
         if self._given is not None:
             return self._given
         machine = replace(self.hardware, d2h=1.0, h2d=1.0, name="", host_memory=1.0, device_memory=1.0)  # its kernels alone

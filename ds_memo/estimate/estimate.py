@@ -8,9 +8,10 @@ from dataclasses import replace
 from ds_memo.estimate import layout as layouts
 from ds_memo.estimate.costs import Costs
 from ds_memo.estimate.errors import EstimateError
-from ds_memo.estimate.layout import Layout
-from ds_memo.estimate.methods import memo, stock
-from ds_memo.estimate.question import OK, OOHM, OOM, Estimate, Question, check
+from ds_memo.estimate.layout import GpuLayout
+from ds_memo.estimate.methods import memo
+from ds_memo.estimate.question import METHODS, OK, OOHM, OOM, Estimate, Question, check
+from ds_memo.estimate.stock import stock
 from ds_memo.units import GIB, round_up
 
 GRAIN = 32
@@ -32,7 +33,7 @@ def estimate(question: Question) -> Estimate:
     return max(answers, key=lambda a: ((OOM, OOHM, OK).index(a.status), a.tgs or -a.device_total))
 
 
-def candidates(question: Question) -> list[Layout]:
+def candidates(question: Question) -> list[GpuLayout]:
     q = question
     node = int(q.hardware.gpus_per_node)
     split = q.tp is not None or q.cp is not None
@@ -40,13 +41,13 @@ def candidates(question: Question) -> list[Layout]:
     if (q.tp, q.cp, q.sp) == (None, None, None):
         found = layouts.every_sp(q.model, q.gpus, zero, q.batch, node if q.method == "memo" else None)
     else:
-        asked = Layout(q.gpus, q.tp or 1, q.cp or 1, q.sp or 1, zero=zero)
+        asked = GpuLayout(q.gpus, q.tp or 1, q.cp or 1, q.sp or 1, zero=zero)
         one = layouts.split(asked, q.model, node, q.ulysses) if q.method == "memo" else layouts.check(asked, q.model)
         found = [one] if q.tp is None or q.cp is not None else layouts.every_cp(one, q.batch)
     return [replace(layout, offload=q.offload) for layout in found]
 
 
-def _on(question: Question, layout: Layout) -> Estimate:
+def _on(question: Question, layout: GpuLayout) -> Estimate:
     """Return the answer for one layout."""
     model = question.model
     costs = Costs(model, question.hardware, layout, question.seq_length, question.profile)
@@ -142,9 +143,16 @@ def _misses(answer: Estimate) -> float:
     return answer.host_bytes / answer.question.ranks_on_node if answer.status == OOHM else answer.device_total
 
 
-def sweep(question: Question, lengths: Sequence[int], methods: Sequence[str]) -> list[Estimate]:
-    """Return one answer per length and method."""
-    return [estimate(replace(question, method=method, seq_length=length)) for method in methods for length in lengths]
+def sweep(question: Question, lengths: Sequence[int]) -> list[Estimate]:
+    """Return one answer per length."""
+    return [estimate(replace(question, seq_length=length)) for length in lengths]
+
+
+def compare(question: Question, lengths: Sequence[int]) -> list[Estimate]:
+    """Return one answer per method and length. No method loses memory between blocks: memo has its plan, the others are given one
+    as well, as PyTorch's expandable segments nearly are."""
+    asked = [replace(question, method=method, plan=True) for method in METHODS]
+    return [answer for method in asked for answer in sweep(method, lengths)]
 
 
 def _counts(node: int, most: int) -> Iterator[int]:

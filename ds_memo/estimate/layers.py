@@ -20,13 +20,14 @@ from ds_memo.estimate.meta_kernels import ATTENTION, CatchSdpa, fuse_modules, fu
 from ds_memo.estimate.mixer_kernels import mixer_kernels
 from ds_memo.hf.find_layers import find_layers
 from ds_memo.profile import stopwatch
+from ds_memo.profile.caught_call import CaughtCall, layer_calls
 from ds_memo.profile.layer import measure
-from ds_memo.profile.layer_call import LayerCall
 from ds_memo.profile.layer_kinds import kinds_of
 from ds_memo.profile.layer_sample import LayerSample
-from ds_memo.profile.sample import LayerProfile, Profile
+from ds_memo.profile.run_profile import LayerProfile, RunProfile
 from ds_memo.profile.tile_sample import TileSample
 from ds_memo.profile.tiles import measure_in_tiles
+from ds_memo.remat.checkpoint import LayerRun
 from ds_memo.remat.layer import Layer
 from ds_memo.remat.layer_call import CannotTile
 from ds_memo.sequence.catch_mixers import calls_mixers
@@ -36,7 +37,6 @@ _ANY = load("h100")
 """FLOPs know no machine."""
 _LONGEST = 1 << 26
 """Tokens of the caught calls, which are cut to the length of a sample."""
-_SHORT = 64
 _APART = 4
 """Quotient of neighbouring lengths of samples: between two, peak bytes and times are as good as linear."""
 _LEAST = 1 << 10
@@ -44,10 +44,6 @@ _MANY_OPS = 300
 """Ops of the forward of a layer that loops over its tokens (a scan that ds_memo.estimate.mixer_kernels lacks)."""
 _TILED = (1 << 15, 1 << 16)
 """Lengths of samples in tiles."""
-
-
-class _Caught(Exception):
-    """Ends a forward once one call of each kind of layer is caught."""
 
 
 class Layers:
@@ -70,7 +66,7 @@ class Layers:
         self._sample = cache(self._take_sample)
         self._in_tiles = cache(self._take_in_tiles)
 
-    def profile(self, machine: Hardware, ulysses: int, ring: int, tokens: int, tiled: bool) -> Profile:
+    def profile(self, machine: Hardware, ulysses: int, ring: int, tokens: int, tiled: bool) -> RunProfile:
         """Return a profile as one of a real run on as many ranks to a sequence.
 
         Args:
@@ -84,7 +80,7 @@ class Layers:
             profiles.append(LayerProfile(call.layer.name, samples, in_tiles=in_tiles))
         numbers = {kind: number for number, kind in enumerate(self._calls)}
         layers = tuple(numbers[kind] for kind in self._kinds)
-        return Profile({}, "meta", tuple(profiles), layers, machine.d2h, machine.h2d, 1, ulysses * ring)
+        return RunProfile({}, "meta", tuple(profiles), layers, machine.d2h, machine.h2d, 1, ulysses * ring)
 
     def forward_flops(self, tokens: int) -> float:
         """Return the FLOPs of all layers' forward of one sequence."""
@@ -95,41 +91,26 @@ class Layers:
         return sum(of_kinds[kind] for kind in self._kinds)
 
     @cached_property
-    def _calls(self) -> dict[int, LayerCall]:
+    def _calls(self) -> dict[int, CaughtCall]:
         """The first call of each kind of layer, of _LONGEST tokens."""
-        firsts = {kind: self.found[self._kinds.index(kind)] for kind in sorted(set(self._kinds))}
-        returns: dict[int, type] = {}
-        calls: dict[int, LayerCall] = {}
+        embeddings = torch.empty(1, _LONGEST, self._model.config.hidden_size, dtype=torch.bfloat16, device=META)
+        given, kinds = {"inputs_embeds": embeddings, "use_cache": False}, self._kinds
+        with CatchSdpa(), mixer_kernels():
+            calls = layer_calls(self._instead, META, self._model, (), given, kinds, lambda calls: len(calls) > max(kinds))
+        return dict(sorted(calls.items()))
 
-        def note(layer: Layer, kind: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            out = forward(*args, **kwargs)
-            returns[kind] = type(out)
-            if len(returns) == len(firsts):
-                raise _Caught
-            return out
+    @contextmanager
+    def _instead(self, run: LayerRun) -> Iterator[None]:
+        """Have `run` called in place of the layers' forwards."""
 
-        def catch(layer: Layer, kind: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            calls.setdefault(kind, LayerCall(layer, forward, args, kwargs))
-            if len(calls) == len(firsts):
-                raise _Caught
-            hidden = next(x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor))
-            return (hidden,) if issubclass(returns[kind], tuple) else hidden
+        def called(layer: Layer, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            return run(layer, forward, args, kwargs)
 
-        self._run(_SHORT, note)
-        self._run(_LONGEST, catch)
-        return calls
-
-    def _run(self, tokens: int, instead: Callable[..., Any]) -> None:
-        """Run the model's forward with `instead` in the place of the layers' own."""
         modules: list[Any] = [layer.module() for layer in self.found]
-        for layer, kind, module in zip(self.found, self._kinds, modules, strict=True):
-            module.forward = partial(instead, layer, kind, module.forward)
-        shape = 1, tokens, self._model.config.hidden_size
+        for layer, module in zip(self.found, modules, strict=True):
+            module.forward = partial(called, layer, module.forward)
         try:
-            with torch.no_grad(), CatchSdpa(), mixer_kernels():
-                self._model(inputs_embeds=torch.empty(shape, dtype=torch.bfloat16, device=META), use_cache=False)
-        except _Caught:
-            pass
+            yield
         finally:
             for module in modules:
                 del module.forward

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ds_memo.estimate.errors import EstimateError
-from ds_memo.sequence.split import ulysses_size
+from ds_memo.sequence.ulysses_size import ulysses_size
 
 if TYPE_CHECKING:
     from ds_memo.estimate.model import Model
@@ -26,7 +26,7 @@ LEAST_ZERO = {"none": 0, "optimizer": 1, "all": 3}
 
 
 @dataclass(frozen=True)
-class Layout:
+class GpuLayout:
     gpus: int
     tp: int = 1
     cp: int = 1
@@ -62,7 +62,7 @@ class Layout:
         return ", ".join([*split, f"ZeRO {self.zero}", *([] if self.offload == "none" else [f"offload {self.offload}"])])
 
 
-def check(layout: Layout, model: Model) -> Layout:
+def check(layout: GpuLayout, model: Model) -> GpuLayout:
     """Return the layout. Raises EstimateError if it cannot split this model or these GPUs."""
     heads = model.heads
     if layout.sp > 1 and not model.trades_heads:
@@ -81,7 +81,7 @@ def check(layout: Layout, model: Model) -> Layout:
     return layout
 
 
-def split(layout: Layout, model: Model, gpus_per_node: int, ulysses: int | None = None) -> Layout:
+def split(layout: GpuLayout, model: Model, gpus_per_node: int, ulysses: int | None = None) -> GpuLayout:
     """Return the layout with its sp as Ulysses × ring, as ds_memo splits it.
 
     Args:
@@ -105,7 +105,7 @@ def split(layout: Layout, model: Model, gpus_per_node: int, ulysses: int | None 
     return replace(layout, ring=layout.sp // chosen)
 
 
-def _check_gpus(layout: Layout) -> None:
+def _check_gpus(layout: GpuLayout) -> None:
     if layout.gpus % layout.ranks:
         raise EstimateError(
             f"--gpus {layout.gpus} is not a multiple of tp · cp · sp = {layout.tp} · {layout.cp} · {layout.sp} = {layout.ranks}"
@@ -117,24 +117,24 @@ def largest_sp(model: Model, gpus: int) -> int:
     return max(_ulysses_sizes(model, gpus))
 
 
-def every_sp(model: Model, gpus: int, zero: int, batch: int, gpus_per_node: int | None) -> list[Layout]:
+def every_sp(model: Model, gpus: int, zero: int, batch: int, gpus_per_node: int | None) -> list[GpuLayout]:
     """Return layouts with the least sp at which every replica has a sequence, and larger ones.
 
     Args:
         gpus_per_node: for ds_memo's own split; None: DeepSpeed's Ulysses.
     """
     if gpus_per_node is None:
-        return _busy([Layout(gpus, sp=sp, zero=zero) for sp in _ulysses_sizes(model, gpus)], batch)
-    busy = _busy([Layout(gpus, sp=sp, zero=zero) for sp in _divisors(gpus)], batch)
+        return _busy([GpuLayout(gpus, sp=sp, zero=zero) for sp in _ulysses_sizes(model, gpus)], batch)
+    busy = _busy([GpuLayout(gpus, sp=sp, zero=zero) for sp in _divisors(gpus)], batch)
     return [split(layout, model, gpus_per_node) for layout in busy]
 
 
-def every_cp(layout: Layout, batch: int) -> list[Layout]:
+def every_cp(layout: GpuLayout, batch: int) -> list[GpuLayout]:
     """Return this layout with the cp at which every replica has a sequence, and larger ones."""
     return _busy([replace(layout, cp=cp) for cp in _divisors(layout.dp)], batch)
 
 
-def _busy(found: list[Layout], batch: int) -> list[Layout]:
+def _busy(found: list[GpuLayout], batch: int) -> list[GpuLayout]:
     """Return the layouts whose replicas all have a sequence; if there is none, those with the fewest replicas."""
     least = min(layout.dp for layout in found)
     return [layout for layout in found if layout.dp <= max(batch, least)]

@@ -21,7 +21,7 @@ from ds_memo.estimate.hardware import Hardware
 NAME = "ds_memo_estimate"
 """Name of the attention implementation."""
 _library = torch.library.Library("ds_memo", "FRAGMENT")
-_library.define("attention(Tensor query, Tensor key, Tensor value, int window, int ring) -> (Tensor, Tensor)")
+_library.define("attention(Tensor query, Tensor key, Tensor value, int window, int ring, Tensor? sinks) -> (Tensor, Tensor)")
 _library.define(
     "attention_backward(Tensor query, Tensor key, Tensor value, int window, int ring, Tensor gradient)"
     " -> (Tensor, Tensor, Tensor)"
@@ -46,7 +46,7 @@ def exchange_bytes_per_s(machine: Hardware, ranks: int) -> float:
 
 
 def _attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int, ring: int
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int, ring: int, sinks: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     rows = query.transpose(1, 2)
     out = torch.empty_like(rows) if value.shape[-1] == query.shape[-1] else rows.new_empty(*rows.shape[:3], value.shape[-1])
@@ -66,7 +66,7 @@ _library.impl("all_to_all", torch.empty_like, "Meta")
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    *tensors, ctx.window, ctx.ring = inputs
+    *tensors, ctx.window, ctx.ring, ctx.sinks = inputs
     ctx.save_for_backward(*tensors, *output)
 
 
@@ -82,7 +82,7 @@ def _backward(ctx: Any, gradient: torch.Tensor, _: torch.Tensor) -> tuple[Any, .
     ]  # what is used and what comes: keys and values, and their gradients
     found = torch.ops.ds_memo.attention_backward(query, key, value, ctx.window, ctx.ring, gradient)
     del accumulated, expanded, travelling
-    return *found, None, None
+    return *found, None, None, None if ctx.sinks is None else torch.empty_like(ctx.sinks)
 
 
 torch.library.register_autograd("ds_memo::attention", _backward, setup_context=_save, lib=_library)
@@ -111,13 +111,21 @@ class Attention:
         mask: Any = None,
         *_: Any,
         sliding_window: int | None = None,
+        s_aux: torch.Tensor | None = None,
         **__: Any,
     ) -> tuple[torch.Tensor, None]:
-        """query (b, heads, tokens, head size); the result is (b, tokens, heads, head size)."""
+        """
+        Args:
+            query: (b, heads, tokens, head size)
+            s_aux: a learned logit of each head, gpt-oss's attention sinks.
+
+        Returns:
+            (b, tokens, heads, head size)
+        """
         window, heads = sliding_window or 0, query.shape[1]
         if self.sp > 1:
             query, key, value = (_whole(x, self.sp) for x in (query, key, value))
-        out, _lse = torch.ops.ds_memo.attention(query, key, value, window, self.ring)
+        out, _lse = torch.ops.ds_memo.attention(query, key, value, window, self.ring, s_aux)
         out = out.transpose(1, 2).contiguous()
         return (out if self.sp == 1 else _part(out, self.sp, heads)), None
 
@@ -146,7 +154,7 @@ class CatchSdpa(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         if func is F.scaled_dot_product_attention and args[0].is_meta and args[0].dim() == 4:
-            return torch.ops.ds_memo.attention(*args[:3], 0, 1)[0]
+            return torch.ops.ds_memo.attention(*args[:3], 0, 1, None)[0]
         return func(*args, **(kwargs or {}))
 
 

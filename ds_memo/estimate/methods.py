@@ -1,8 +1,4 @@
-"""Memory and time of a step on one layout, part by part: under ds_memo, and without it.
-
-memo             placements by the solver of real runs
-full_recompute   torch's checkpointing; `none`: nothing recomputed
-"""
+"""Memory and time of a step on one layout, part by part, with placements by the solver of real runs."""
 
 from __future__ import annotations
 
@@ -14,7 +10,7 @@ from ds_memo.estimate.costs import Costs
 from ds_memo.estimate.layout import LEAST_ZERO
 from ds_memo.estimate.question import DAY_S, OK, OOHM, OOM, Estimate, Question
 from ds_memo.logits.head_bytes import head_bytes, tile_rows
-from ds_memo.placement import ON_DEVICE, PlacementKind, Tiles
+from ds_memo.placement import PlacementKind, Tiles
 from ds_memo.planned_alloc import UNPLANNED_OVERHEAD
 from ds_memo.solve.headroom import HEADROOM, shortest
 from ds_memo.solve.memory import device_bytes
@@ -32,42 +28,6 @@ LOGIT_BYTES = 12
 CACHE_GROWTH = 12
 """Without a plan, the allocator's cache grows to this many times a step's transient bytes. In the paper's ablation flushes begin
 between 64 Ki and 128 Ki tokens, which is between 9 and 19 times."""
-
-
-# ---- without ds_memo
-
-
-def stock(question: Question, costs: Costs) -> Estimate:
-    """Estimate a step of training without ds_memo."""
-    layers, recomputes = costs.layers(), question.method == "full_recompute"
-    if recomputes:
-        kept = {"inputs of all layers": costs.hidden_bytes * len(layers)}
-        transients = max(max(layer.working.forward, layer.working_without_attention.backward) for layer in layers)
-    else:
-        kept = {"activations of all layers": float(sum(layer.no_recompute_bytes for layer in layers))}
-        transients = max(layer.working.backward + layer.frame_bytes - layer.no_recompute_bytes for layer in layers)
-    gathered, logits = gathered_bytes(costs), costs.tokens * costs.model.vocab * LOGIT_BYTES
-    working = kept | {"gathered parameters": gathered, "transients": max(0, transients), "logits": logits}
-    parts = _by_part(question, costs, working)
-    device = question.hardware.device_memory
-    binding = f"device memory: {sum(parts.values()) / GIB:.1f} of {device / GIB:.1f} GiB"
-    answer = Estimate(question, costs.layout, OOM, binding, parts, 0.0)
-    if answer.device_total > device:
-        return answer
-    run = RunCosts(layers, question.hardware.d2h, costs.h2d, host_budget=0, device_budget=0, head_s=costs.head_s).each(
-        lambda layer: replace(
-            layer,
-            outputs=(),
-            replay_s=max(layer.replay_s + layer.gemm_s + layer.attention_s, costs.gather_s) if recomputes else 0.0,
-            gemm_s=0.0,
-        )
-    )
-    placements = (ON_DEVICE,) * len(layers)
-    resident = 0 if recomputes else len(layers)
-    return _timed(replace(answer, status=OK, run=run, placements=placements, resident_layers=resident), costs)
-
-
-# ---- with ds_memo
 
 
 def memo(question: Question, costs: Costs) -> Estimate:
@@ -96,7 +56,7 @@ def memo(question: Question, costs: Costs) -> Estimate:
         costs.layout,
         OK,
         solution.binding,
-        _by_part(question, costs, {"gathered parameters": gathered_bytes(costs)} | of_layers),
+        by_part(question, costs, {"gathered parameters": gathered_bytes(costs)} | of_layers),
         solution.host_bytes * question.ranks_on_node,
         alpha=solution.alpha,
         resident_layers=len(solution.calls(PlacementKind.ON_DEVICE)),
@@ -104,7 +64,7 @@ def memo(question: Question, costs: Costs) -> Estimate:
         placements=solution.placements,
         nvme_bytes=solution.nvme_bytes * question.ranks_on_node,
     )
-    return _timed(answer, costs)
+    return timed(answer, costs)
 
 
 def _whole_or_in_tiles(
@@ -184,7 +144,7 @@ def _refused(question: Question, costs: Costs, runs: Sequence[RunCosts], nothing
         costs.layout,
         status,
         why,
-        _by_part(question, costs, {"gathered parameters": gathered_bytes(costs)} | least),
+        by_part(question, costs, {"gathered parameters": gathered_bytes(costs)} | least),
         host,
     )
 
@@ -244,7 +204,7 @@ def _head_bytes(question: Question, costs: Costs) -> int:
     return int(lazy.fixed + lazy.per_token * costs.tokens)
 
 
-def _by_part(question: Question, costs: Costs, working: dict[str, float]) -> dict[str, float]:
+def by_part(question: Question, costs: Costs, working: dict[str, float]) -> dict[str, float]:
     """Return the bytes of a GPU by part.
 
     Args:
@@ -256,7 +216,7 @@ def _by_part(question: Question, costs: Costs, working: dict[str, float]) -> dic
     return {name: nbytes for name, nbytes in parts.items() if nbytes > 0}
 
 
-def _timed(answer: Estimate, costs: Costs) -> Estimate:
+def timed(answer: Estimate, costs: Costs) -> Estimate:
     """Add the seconds of a step: a replica's share of the sequences, one after another, and one optimizer step."""
     question, rounds = answer.question, answer.sequences // answer.layout.dp
     kinds: dict[str, float] = {}

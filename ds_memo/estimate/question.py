@@ -2,7 +2,9 @@
 
 method           kept of a layer
 memo             input and attention output, and alpha of the GEMM outputs: this project, solved by ds_memo.solve
-full_recompute   the input: torch's checkpointing
+checkpoint       the input: torch's checkpointing, with the loss in chunks
+full_recompute   the input: torch's checkpointing, with whole logits
+alst, trl        the input, on the host: Arctic Long Sequence Training's recipe; TRL's example for 1 Mi tokens
 none             everything that autograd saves
 """
 
@@ -14,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from ds_memo.estimate.errors import EstimateError
 from ds_memo.estimate.hardware import Hardware, mfu
-from ds_memo.estimate.layout import LEAST_ZERO, Layout
+from ds_memo.estimate.layout import LEAST_ZERO, GpuLayout
 from ds_memo.memory.host import HOST_HEADROOM
 from ds_memo.placement import Placement, PlacementKind, Tiles
-from ds_memo.profile.sample import Profile
+from ds_memo.profile.run_profile import RunProfile
 from ds_memo.solve.run_costs import RunCosts
 from ds_memo.solve.schedule import Schedule
 from ds_memo.solve.timeline import Span
@@ -26,7 +28,15 @@ from ds_memo.units import GIB
 if TYPE_CHECKING:
     from ds_memo.estimate.model import Model
 
-METHODS = ("memo", "full_recompute", "none")
+METHODS = {
+    "memo": "logits are lazy",
+    "alst": "inputs on the host; MLP and loss in tiles",
+    "trl": "inputs on the host; loss in chunks",
+    "checkpoint": "inputs on the device; loss in chunks",
+    "full_recompute": "inputs on the device; whole logits",
+    "none": "all on the device; whole logits",
+}
+"""Methods, and what each is assumed to do beside its name."""
 OK, OOM, OOHM = "ok", "oom", "oohm"
 DAY_S = 24 * 60 * 60
 _MOST_BYTES = 1 << 60
@@ -58,7 +68,7 @@ class Question:
     plan: bool | None = None
     host_memory: float | None = None
     """Bytes of a node, for activations and offloaded model states."""
-    profile: Profile | None = None
+    profile: RunProfile | None = None
     """Profile of a real run on as many ranks per sequence: under memo its layers replace the formulas."""
 
     @property
@@ -80,7 +90,7 @@ class Estimate:
     """The answer. Times are of one optimizer step; device bytes of one GPU, host bytes of one node."""
 
     question: Question
-    layout: Layout
+    layout: GpuLayout
     status: str
     binding: str
     device_bytes: dict[str, float]
@@ -178,14 +188,7 @@ class Estimate:
             "seq_length": self.question.seq_length,
             "gpus": self.question.gpus,
             "sequences": self.sequences,
-            "layout": {
-                "tp": layout.tp,
-                "cp": layout.cp,
-                "sp": layout.sp,
-                "ulysses": layout.ulysses,
-                "dp": layout.dp,
-                "zero": layout.zero,
-            },
+            "layout": {name: getattr(layout, name) for name in ("tp", "cp", "sp", "ulysses", "dp", "zero")},
             "offload": layout.offload,
             "notes": list(self.notes),
         }

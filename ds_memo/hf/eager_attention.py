@@ -26,7 +26,7 @@ from ds_memo.hf.sequence_tables import tensors_in
 from ds_memo.remat.diagnostics import has_compiled
 from ds_memo.sequence.attention import HARMLESS, attend
 from ds_memo.sequence.masks import Mask
-from ds_memo.sequence.parts import Parts
+from ds_memo.sequence.parts import SequenceParts
 from ds_memo.sequence.ranks import ALONE
 
 _COMPARED = {"flint", "gemma2", "gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash", "vaultgemma"}
@@ -236,6 +236,6 @@ def _interval(
 
 
 @functools.lru_cache(maxsize=16)
-def _parts(length: int, documents: tuple[tuple[int, ...], ...]) -> Parts:
+def _parts(length: int, documents: tuple[tuple[int, ...], ...]) -> SequenceParts:
     """Return a layout on this rank alone. Cached: calls of the same documents have the same plans."""
-    return Parts(ALONE, length, documents)
+    return SequenceParts(ALONE, length, documents)

@@ -28,9 +28,9 @@ from ds_memo.hf.caches import earlier_tokens
 from ds_memo.hf.rotary import seen_by_rotary
 from ds_memo.hf.sequence_tables import FIELD, MODELS, find_documents_at_the_entrance, take_over
 from ds_memo.sequence.catch_mixers import catch_mixers
-from ds_memo.sequence.documents import Said, documents_of, said_of
+from ds_memo.sequence.documents import RankPart, describe_part, documents_of
 from ds_memo.sequence.exchange import move
-from ds_memo.sequence.parts import PARTS, Parts, Pieces, contiguous, even
+from ds_memo.sequence.parts import PARTS, Pieces, SequenceParts, contiguous, even
 from ds_memo.sequence.ranks import SequenceRanks
 
 _NOT_TEXT = ("pixel_", "image", "video", "audio", "input_features", "input_values")
@@ -53,7 +53,7 @@ class Decoder:
         base = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
         if base is None:
             raise MemoError(
-                f"{FIELD}: got {type(model).__name__}, whose attention and masks are not known; use a Hugging Face model"
+                f"{FIELD}: {type(model).__name__} is no Hugging Face model, whose attention and masks are known; use one"
             )
         if getattr(base.config, "is_encoder_decoder", False):
             raise MemoError(
@@ -74,7 +74,7 @@ class Decoder:
         self._takes_positions = any(p.name == "position_ids" or p.kind is p.VAR_KEYWORD for p in asked)
         self._has_rotary = any("rotary" in name for name, _ in self.module.named_modules())
         self._rotary = seen_by_rotary(base.config.get_text_config())
-        self._known: dict[Any, Parts] = {}
+        self._known: dict[Any, SequenceParts] = {}
         self._positions: torch.Tensor | None = None
         """Those that the model was called with. Some do not hand them on."""
         self._ids: torch.Tensor | None = None
@@ -83,7 +83,7 @@ class Decoder:
         """Its attention_mask: outer modules may make another one of it."""
         self._leaving: list[tuple[list[Pieces], list[Pieces]]] = []
         """Pieces as ranks hold them inside, and as a caller does, of the forward under way."""
-        self._awaiting: set[Parts] = set()
+        self._awaiting: set[SequenceParts] = set()
         """Parts of forwards with gradients since the latest backward."""
         self._was_backward = False
         self.is_off = False
@@ -118,7 +118,7 @@ class Decoder:
             self.is_off = False
             self._hold(parts)
 
-    def _hold(self, parts: Parts | None) -> None:
+    def _hold(self, parts: SequenceParts | None) -> None:
         """Note the parts that modules run on. A layer's state under memo has them."""
         for module in self._modules:
             vars(module)[PARTS] = parts
@@ -162,7 +162,7 @@ class Decoder:
         if self.takes_whole:
             self._refuse_other_batches(tokens)
             of_text = positions[0] if positions is not None and positions.dim() == 3 and len(positions) == 4 else positions
-            said = [said_of(rows, length, of_text if of_text is not None and of_text.dim() == 2 else None, padding)]
+            by_rank = [describe_part(rows, length, of_text if of_text is not None and of_text.dim() == 2 else None, padding)]
             if self._rotary is not None and positions is not None:
                 pieces = itertools.chain(*contiguous(even(length, self.ranks.size)))
                 self._refuse_lengths([int(positions[..., start:stop].max()) + 1 for start, stop in pieces])
@@ -178,18 +178,18 @@ class Decoder:
                     f"{FIELD} {self.ranks.size}: position_ids have the shape {tuple(positions.shape)}; expected (rows, tokens), "
                     "since this rank's part has positions of one axis"
                 )
-            said = self._from_all(said_of(rows, length, positions, padding))
-            self._refuse_lengths([one.longest for one in said])
-        if positions is None and any(0 in row for row in said[0].flips) and not self._has_rotary:
+            by_rank = self._from_all(describe_part(rows, length, positions, padding))
+            self._refuse_lengths([one.longest for one in by_rank])
+        if positions is None and any(0 in row for row in by_rank[0].flips) and not self._has_rotary:
             raise MemoError(
                 f"{FIELD} {self.ranks.size}: rows begin with padding, and {type(module).__name__} may count the tokens behind it "
                 "from the padding or not. Pass position_ids"
             )
-        parts = self._parts(said)
+        parts = self._parts(by_rank)
         if parts is not vars(module)[PARTS]:
             self._hold(parts)
         self._await_backward(parts)
-        callers = contiguous(even(length, self.ranks.size) if self.takes_whole else [one.length for one in said])
+        callers = contiguous(even(length, self.ranks.size) if self.takes_whole else [one.length for one in by_rank])
         if "position_ids" in self._signature.parameters:
             given["position_ids"] = torch.arange(length, device=tokens.device)[None] if positions is None else positions
         if self.takes_whole:
@@ -220,7 +220,7 @@ class Decoder:
 
         return tree_map(back, output)
 
-    def _await_backward(self, parts: Parts) -> None:
+    def _await_backward(self, parts: SequenceParts) -> None:
         """Note a forward, so that a checkpoint that runs it again after another one is refused if it cannot tell them apart."""
         if self._was_backward:
             for other in self._awaiting:
@@ -236,21 +236,21 @@ class Decoder:
     def _begin_backward(self, gradient: torch.Tensor) -> None:
         self._was_backward = True
 
-    def _moved(self, value: Any, length: int, callers: list[Pieces], parts: Parts) -> Any:
+    def _moved(self, value: Any, length: int, callers: list[Pieces], parts: SequenceParts) -> Any:
         if not (isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[1] == length):
             return value
         return move(value, callers, parts.all_pieces, self.ranks.group)
 
-    def _from_all(self, mine: Said) -> list[Said]:
-        said: list[Any] = [None] * self.ranks.size
-        dist.all_gather_object(said, mine, group=self.ranks.host_group)
-        if any(one.rows != mine.rows for one in said):
-            came = ", ".join(f"{one.rows} x {one.length} on rank {rank}" for rank, one in enumerate(said))
+    def _from_all(self, local: RankPart) -> list[RankPart]:
+        by_rank: list[Any] = [None] * self.ranks.size
+        dist.all_gather_object(by_rank, local, group=self.ranks.host_group)
+        if any(one.rows != local.rows for one in by_rank):
+            came = ", ".join(f"{one.rows} x {one.length} on rank {rank}" for rank, one in enumerate(by_rank))
             raise MemoError(
                 f"{FIELD} {self.ranks.size}: the ranks of a sequence came with batches of unequal size (rows x tokens: {came}); "
                 "expected as many rows. Let UlyssesSPDataLoaderAdapter or ds_memo.deepspeed.sequence.split cut batches"
             )
-        return said
+        return by_rank
 
     def _padding(self, given: Any, rows: int, length: int) -> torch.Tensor | None:
         """Return the caller's mask of padding (rows, tokens)."""
@@ -264,7 +264,7 @@ class Decoder:
             )
         return mask
 
-    def _own(self, given: dict[str, Any], rows: int, length: int, parts: Parts) -> dict[str, Any]:
+    def _own(self, given: dict[str, Any], rows: int, length: int, parts: SequenceParts) -> dict[str, Any]:
         """Return this rank's part of arguments with whole sequences, which may lie in dicts, lists and tuples."""
 
         def cut(tensor: Any, name: str) -> Any:
@@ -298,10 +298,10 @@ class Decoder:
         """Refuse ranks that were given batches of their own, as a plain data loader does, in the place of one for all."""
         ids = self._ids
         read = 0 if ids is None else int((ids * torch.arange(1, ids.numel() + 1, device=ids.device).view_as(ids)).sum())
-        said: list[Any] = [None] * self.ranks.size
-        dist.all_gather_object(said, (*tokens.shape[:2], read), group=self.ranks.host_group)
-        if len(set(said)) > 1:
-            came = ", ".join(f"{rows} x {length} on rank {rank}" for rank, (rows, length, _) in enumerate(said))
+        by_rank: list[Any] = [None] * self.ranks.size
+        dist.all_gather_object(by_rank, (*tokens.shape[:2], read), group=self.ranks.host_group)
+        if len(set(by_rank)) > 1:
+            came = ", ".join(f"{rows} x {length} on rank {rank}" for rank, (rows, length, _) in enumerate(by_rank))
             raise MemoError(
                 f"{FIELD} {self.ranks.size}: the ranks of a sequence came with other batches (rows x tokens: {came}); a model "
                 "that reads more than text takes whole sequences, the same on all of them. Let ds_memo.deepspeed.sequence.split "
@@ -319,12 +319,12 @@ class Decoder:
                 f'Use "{FIELD}": 1, or a rope_type without lengths ("yarn", "linear")'
             )
 
-    def _parts(self, said: Sequence[Said]) -> Parts:
-        key = sum(one.length for one in said), documents_of(said)
+    def _parts(self, by_rank: Sequence[RankPart]) -> SequenceParts:
+        key = sum(one.length for one in by_rank), documents_of(by_rank)
         if key not in self._known:
             if len(self._known) == _KNOWN:
                 del self._known[next(iter(self._known))]
-            self._known[key] = Parts(self.ranks, *key)
+            self._known[key] = SequenceParts(self.ranks, *key)
         return self._known[key]
 
 

@@ -18,13 +18,13 @@ import torch
 from torch.autograd import Function
 
 from ds_memo.errors import MemoError
-from ds_memo.logits.content import (
+from ds_memo.logits.lazy_value import (
     CHANGED,
-    Content,
-    Kept,
+    HeadCall,
+    KeptOperand,
+    LazyValue,
     PerRow,
-    Source,
-    Tile,
+    RowTile,
     as_they_are,
     as_tuple,
     refuse_if,
@@ -47,7 +47,7 @@ _SAME = 1e-3
 class Term:
     """A gradient of results by row: what the logits' gradient is computed from."""
 
-    content: Content
+    content: LazyValue
     fn: PerRow
     arguments: tuple[torch.Tensor, ...]
     gradients: tuple[torch.Tensor | None, ...]
@@ -57,7 +57,7 @@ class Term:
 
 
 @dataclass(frozen=True)
-class Known:
+class Precomputed:
     """A term of one factor for all rows, whose gradients were computed with its results, but for the factor."""
 
     term: Term
@@ -65,7 +65,7 @@ class Known:
     """One, until a backward has used it up. Another backward through the same graph computes the term."""
     factor: torch.Tensor
 
-    def scaled(self, factor: Any) -> Known:
+    def scaled(self, factor: Any) -> Precomputed:
         return replace(self, factor=self.factor * factor)
 
     def as_term(self) -> Term:
@@ -75,11 +75,11 @@ class Known:
 class LazyGradient(torch.Tensor):
     """Gradient of lazy logits: terms that are not computed yet. Autograd adds such gradients, hooks may scale them."""
 
-    content: Content
-    terms: list[Term | Known]
+    content: LazyValue
+    terms: list[Term | Precomputed]
 
     @staticmethod
-    def __new__(cls, content: Content, terms: list[Term | Known]) -> LazyGradient:
+    def __new__(cls, content: LazyValue, terms: list[Term | Precomputed]) -> LazyGradient:
         self = torch.Tensor._make_wrapper_subclass(cls, content.shape, dtype=content.dtype, device=content.device)
         self.content, self.terms = content, terms
         return self
@@ -89,16 +89,16 @@ class LazyGradient(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
-        name, mine = func.overloadpacket.__name__, next(value for value in args if isinstance(value, cls))
+        name, gradient = func.overloadpacket.__name__, next(value for value in args if isinstance(value, cls))
         if name in ("detach", "alias", "clone", "view_as", "_to_copy"):
-            return cls(mine.content, mine.terms)
+            return cls(gradient.content, gradient.terms)
         if name == "add" and not kwargs:
-            return cls(mine.content, terms_of(args[0], mine.content) + terms_of(args[1], mine.content))
-        if name in ("mul", "div") and args[0] is mine and not (torch.is_tensor(args[1]) and args[1].numel() > 1):
+            return cls(gradient.content, terms_of(args[0], gradient.content) + terms_of(args[1], gradient.content))
+        if name in ("mul", "div") and args[0] is gradient and not (torch.is_tensor(args[1]) and args[1].numel() > 1):
             factor = args[1] if name == "mul" else 1 / args[1]
-            return cls(mine.content, [term.scaled(factor) for term in mine.terms])
+            return cls(gradient.content, [term.scaled(factor) for term in gradient.terms])
         if name == "isnan":  # detect_anomaly asks each gradient
-            known = [(term.factor,) if isinstance(term, Known) else term.gradients for term in mine.terms]
+            known = [(term.factor,) if isinstance(term, Precomputed) else term.gradients for term in gradient.terms]
             return torch.stack([each.isnan().any() for gradients in known for each in gradients if each is not None])
         raise MemoError(NO_WHOLE_GRADIENT.format(func))
 
@@ -106,7 +106,7 @@ class LazyGradient(torch.Tensor):
         raise MemoError(NO_WHOLE_GRADIENT.format("tolist"))
 
 
-def terms_of(gradient: torch.Tensor, content: Content) -> list[Term | Known]:
+def terms_of(gradient: torch.Tensor, content: LazyValue) -> list[Term | Precomputed]:
     """Return the terms of a gradient of this content; a dense one, of logits that were made whole, is one term."""
     if isinstance(gradient, LazyGradient):
         return gradient.terms
@@ -128,8 +128,8 @@ class HeadGradients:
         wanted: True for each input of OutputHead, the hidden states first, that needs a gradient.
     """
 
-    def __init__(self, source: Source, hidden_NH: torch.Tensor, wanted: Sequence[bool]) -> None:
-        self._source = source
+    def __init__(self, head_call: HeadCall, hidden_NH: torch.Tensor, wanted: Sequence[bool]) -> None:
+        self._head_call = head_call
         self._d_hidden_NH = torch.zeros_like(hidden_NH) if wanted[0] else None
         self._trained = [index for index, needed in enumerate(wanted[1:]) if needed]
         self._inputs = len(wanted)
@@ -141,17 +141,17 @@ class HeadGradients:
         Args:
             values: of the head's parameters.
         """
-        source, content, d_hidden_NH = self._source, terms[0].content, self._d_hidden_NH
+        head_call, content, d_hidden_NH = self._head_call, terms[0].content, self._d_hidden_NH
         aliases = [value.detach().requires_grad_(index in self._trained) for index, value in enumerate(values)]
         self._sums.follow([aliases[index] for index in self._trained])
         index = content.maps[0].reshape(-1)
-        with torch.enable_grad(), _own_saved_tensors(), source.with_parameters(aliases):
+        with torch.enable_grad(), _own_saved_tensors(), head_call.with_parameters(aliases):
             for span in content.tiles():
                 hidden = hidden_NH[index[span]].requires_grad_(d_hidden_NH is not None)
-                known = {as_they_are: source.forward(hidden)}
+                known = {as_they_are: head_call.forward(hidden)}
                 outputs, gradients = [], []
                 for term in terms:
-                    values_now = Tile(term.content, span, known).values(term.content.expression)
+                    values_now = RowTile(term.content, span, known).values(term.content.expression)
                     parts = as_tuple(term.fn(values_now, *(argument[span] for argument in term.arguments)))
                     for part, gradient in zip(parts, term.gradients, strict=True):
                         if gradient is not None and part.requires_grad:
@@ -169,7 +169,7 @@ class HeadGradients:
     def scale(self, factor: torch.Tensor) -> None:
         """Multiply by a scalar, in float32: in bfloat16 the factor itself would be off by up to 0.4 %. Zero stays zero."""
         self._sums.scale(factor)
-        for part in () if self._d_hidden_NH is None else self._d_hidden_NH.split(self._source.tile_rows):
+        for part in () if self._d_hidden_NH is None else self._d_hidden_NH.split(self._head_call.tile_rows):
             part.copy_(times(part.to(torch.promote_types(part.dtype, torch.float32)), factor))
 
     def take(self) -> tuple[torch.Tensor | None, ...]:
@@ -191,7 +191,7 @@ class OutputHead(Function):
     """The head's call: its backward is the one loop over tiles."""
 
     @staticmethod
-    def forward(ctx: Any, make: Any, content: Content, hidden_NH: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, make: Any, content: LazyValue, hidden_NH: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
         ctx.content = content
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden_NH, *parameters)
@@ -216,16 +216,16 @@ class OutputHead(Function):
         by_rows: dict[int, list[Term]] = {}
         sums = None
         for term in terms_of(gradient, ctx.content):
-            if isinstance(term, Known) and sums is None and term.gradients:
+            if isinstance(term, Precomputed) and sums is None and term.gradients:
                 sums = term.gradients.pop()
                 sums.scale(term.factor)
                 continue
-            term = term.as_term() if isinstance(term, Known) else term
+            term = term.as_term() if isinstance(term, Precomputed) else term
             by_rows.setdefault(id(term.content.maps[0]), []).append(term)
         if sums is None:
-            sums = HeadGradients(ctx.content.source, hidden_NH, ctx.needs_input_grad[2:])
+            sums = HeadGradients(ctx.content.head_call, hidden_NH, ctx.needs_input_grad[2:])
         if by_rows:
-            then, now = ctx.content.source.sums, sums_of(hidden_NH, parameters)
+            then, now = ctx.content.head_call.sums, sums_of(hidden_NH, parameters)
             changed = ((now - then).abs() > _SAME * then[:, 1:]).any()
             refuse_if(changed, MemoError(CHANGED.format("hidden states or weights")))
         for terms in by_rows.values():
@@ -256,9 +256,9 @@ class Reduce(Function):
     @staticmethod
     def forward(ctx: Any, logits: Any, fn: PerRow, arguments: tuple, device: torch.device | None) -> tuple[torch.Tensor, ...]:
         content = logits.content
-        ctx.content, ctx.fn, ctx.arguments = content, fn, [Kept(argument, content.few) for argument in arguments]
+        ctx.content, ctx.fn, ctx.arguments = content, fn, [KeptOperand(argument, content.few) for argument in arguments]
         ctx.set_materialize_grads(False)
-        found = results(logits.content, logits.rows, fn, arguments, device)
+        found = results(logits.content, logits.inputs, fn, arguments, device)
         ctx.mark_non_differentiable(*(part for part in found if not part.is_floating_point()))
         return tuple(found)
 
@@ -273,7 +273,7 @@ class Whole(Function):
     """All values of logits, which share memory with `values`."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Any, content: Content, values: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, logits: Any, content: LazyValue, values: torch.Tensor) -> torch.Tensor:
         ctx.content = content
         return values.detach()
 
@@ -309,8 +309,8 @@ class Sum(Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Any, fn: PerRow, arguments: tuple) -> torch.Tensor:
-        content, rows, sums = logits.content, logits.rows, []
-        rows.check()
+        content, inputs, sums = logits.content, logits.inputs, []
+        inputs.check()
         content.check()
 
         def noted(values: torch.Tensor, *of_rows: torch.Tensor) -> torch.Tensor:
@@ -319,9 +319,9 @@ class Sum(Function):
             return found
 
         ones = torch.ones((), device=content.device).expand(content.rows)
-        gradients = HeadGradients(content.source, rows.hidden_NH, content.source.wanted)
-        gradients.add(rows.hidden_NH, rows.values(), [Term(content, noted, arguments, (ones,))])
-        ctx.known = Known(Term(content, fn, arguments, ()), [gradients], ones)
+        gradients = HeadGradients(content.head_call, inputs.hidden_NH, content.head_call.wanted)
+        gradients.add(inputs.hidden_NH, inputs.values(), [Term(content, noted, arguments, (ones,))])
+        ctx.known = Precomputed(Term(content, fn, arguments, ()), [gradients], ones)
         return torch.stack(sums).sum()
 
     @staticmethod

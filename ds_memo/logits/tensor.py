@@ -24,9 +24,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import TensorWeakRef
 
 from ds_memo.errors import MemoError
-from ds_memo.logits.content import Content, PerRow, Rows, results
-from ds_memo.logits.memory import Memory, View
+from ds_memo.logits.lazy_value import HeadInputs, LazyValue, PerRow, results
 from ds_memo.logits.nodes import NO_WHOLE_GRADIENT, Derive, Follow, OutputHead, Reduce, Whole, identity
+from ds_memo.logits.shared_memory import Memory, View
 from ds_memo.remat.tensors import storage_of, tensor_leaves, version_of
 from ds_memo.tiles.around import autocast_as, autocast_now
 from ds_memo.units import GIB
@@ -65,26 +65,26 @@ class LazyLogits(torch.Tensor):
     """
 
     memory: Memory
-    rows: Rows
+    inputs: HeadInputs
     how: View | None
     marks: int
     """Changes in place that were recorded. PyTorch has counted more: an autograd.Function has marked others."""
     taken: tuple[Any, Any]
     """x and key, if they are ``x[key]``."""
-    _made: tuple[int, Content]
+    _made: tuple[int, LazyValue]
     _real: torch.Tensor | None
 
     @staticmethod
-    def __new__(cls, memory: Memory, rows: Rows, how: View | None = None, stride: Any = None) -> LazyLogits:
+    def __new__(cls, memory: Memory, inputs: HeadInputs, how: View | None = None, stride: Any = None) -> LazyLogits:
         content = memory.content if how is None else how.content(how.of.content)
         self = torch.Tensor._make_wrapper_subclass(cls, content.shape, strides=stride, dtype=content.dtype, device=content.device)
-        self.memory, self.rows, self.how = memory, rows, how
+        self.memory, self.inputs, self.how = memory, inputs, how
         self._made, self._real, self.marks, self.taken = (memory.changes, content), None, 0, (None, None)
         memory.lazy.append(TensorWeakRef(self))
         return self
 
     @property
-    def content(self) -> Content:
+    def content(self) -> LazyValue:
         """The content as of now."""
         if self.how is None:
             return self.memory.content
@@ -100,11 +100,6 @@ class LazyLogits(torch.Tensor):
     def owner(self) -> LazyLogits:
         """Those of all the memory, of which these are a view."""
         return self if self.how is None else self.how.of.owner
-
-    @property
-    def columns(self) -> range:
-        """Their part of the memory's vocabulary."""
-        return range(self.memory.content.vocabulary) if self.how is None else self.how.of.columns[self.how.columns]
 
     @property
     def real_tensor(self) -> torch.Tensor:
@@ -125,7 +120,7 @@ class LazyLogits(torch.Tensor):
         if self.is_real:
             return self.memory.values.detach() if self.how is None else self.how.values(self.how.of.compute(op))
         _warn_of_whole(self, op)
-        return self.content.shaped(results(self.content, self.rows, identity, ())[0])
+        return self.content.shaped(results(self.content, self.inputs, identity, ())[0])
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
@@ -196,25 +191,22 @@ class LazyLogits(torch.Tensor):
         return copy.deepcopy(_realize(self, "deepcopy"), memo)
 
 
-def call_head(content: Content, rows: Rows, parameters: list[torch.Tensor], hidden_NH: torch.Tensor) -> LazyLogits:
+def call_head(content: LazyValue, inputs: HeadInputs, parameters: list[torch.Tensor], hidden_NH: torch.Tensor) -> LazyLogits:
     """Return the logits of a call of the head."""
-    return OutputHead.apply(lambda content: LazyLogits(Memory(content), rows), content, hidden_NH, *parameters)
+    return OutputHead.apply(lambda content: LazyLogits(Memory(content), inputs), content, hidden_NH, *parameters)
 
 
-def derive(logits: LazyLogits, content: Content) -> LazyLogits:
+def derive(logits: LazyLogits, content: LazyValue) -> LazyLogits:
     """Return logits with memory of their own, of a content that was made from theirs."""
-    return Derive.apply(lambda: LazyLogits(Memory(replace(content, chosen={})), logits.rows), logits)
+    return Derive.apply(lambda: LazyLogits(Memory(replace(content, chosen={})), logits.inputs), logits)
 
 
-def view_of(logits: LazyLogits, stride: Any, **how: Any) -> LazyLogits:
-    """Return logits that share the memory of others.
-
-    Args:
-        how: of :class:`View`.
-    """
+def view_of(how: View, stride: Any) -> LazyLogits:
+    """Return logits that share the memory of others."""
+    logits = how.of
     graph = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
     with torch.inference_mode(logits.is_inference()), torch.set_grad_enabled(graph):
-        view = Derive.apply(lambda: LazyLogits(logits.memory, logits.rows, View(logits, **how), stride), logits)
+        view = Derive.apply(lambda: LazyLogits(logits.memory, logits.inputs, how, stride), logits)
         if logits.requires_grad and not graph:
             view.requires_grad = True  # a leaf, as PyTorch has it
     return view
@@ -225,10 +217,10 @@ def alias(logits: LazyLogits) -> LazyLogits:
     view = logits.how
     if view is not None:
         view = view._replace(values=lambda whole: logits.how.values(whole).detach())
-    return LazyLogits(logits.memory, logits.rows, view, _native(torch.Tensor.stride, (logits,), {}))
+    return LazyLogits(logits.memory, logits.inputs, view, _native(torch.Tensor.stride, (logits,), {}))
 
 
-def change(logits: LazyLogits, new: Content, trains: bool) -> Any:
+def change(logits: LazyLogits, new: LazyValue, trains: bool) -> Any:
     """Record a change in place.
 
     Args:
@@ -249,7 +241,7 @@ def change(logits: LazyLogits, new: Content, trains: bool) -> Any:
     if others or trained != seen or trained < trains or (new.dtype, new.vocabulary) != (logits.dtype, logits.shape[-1]):
         return NotImplemented
     memory.about_to_change()
-    if not memory.change(new, logits.content, logits.columns, len(logits.rows.hidden_NH)):
+    if not memory.change(new):
         return NotImplemented
     torch.autograd.graph.increment_version(logits)
     logits.marks = _version(logits)
@@ -420,7 +412,7 @@ def _warn_of_whole(logits: LazyLogits, op: str) -> None:
     if logits.content.column:
         return
     gib = logits.numel() * logits.element_size() / GIB
-    logits.content.source.warn(
+    logits.content.head_call.warn(
         f"'{op}' needs whole logits, {gib:.3g} GiB of {logits.dtype}, which are made for it. Where that is too much, reduce them "
         "first by an op over the vocabulary (argmax, logsumexp, cross_entropy, gather), or take fewer rows"
     )

@@ -60,7 +60,7 @@ def ranks_on_node() -> int:
     names = ["LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_LOCAL_SIZE"]
     if int(os.environ.get("WORLD_SIZE") or 1) > 1:
         names.append("SLURM_NTASKS_PER_NODE")
-    return max(1, int(next((said for name in names if (said := os.environ.get(name))), 1)))
+    return max(1, int(next((text for name in names if (text := os.environ.get(name))), 1)))
 
 
 def _mem_available(root: Path) -> int:

@@ -1,4 +1,4 @@
-"""Files that host blocks are written to and read from. Imports no torch, so that the estimator's clock can be such files, too."""
+"""Files that host blocks are written to and read from. Imports no torch."""
 
 from __future__ import annotations
 

@@ -18,11 +18,11 @@ import numpy as np
 
 from ds_memo.errors import warn
 from ds_memo.plan import verify
-from ds_memo.plan.dsa import MAX_TOTAL, Buffer, Lifespan, Problem, Profile
+from ds_memo.plan.dsa import MAX_TOTAL, Buffer, Lifespan, LiveUnits, Problem
 from ds_memo.plan.levels import Levels, PhaseReport, share
 from ds_memo.plan.repetition import shorten
 from ds_memo.plan.search import too_large
-from ds_memo.plan.solver import Progress, Solution, Warn, solve
+from ds_memo.plan.solver import Packing, Progress, Warn, solve
 from ds_memo.plan.trace import UNIT, Trace, rounded
 
 _MANY = 10_000
@@ -119,7 +119,7 @@ def _repeated(trace: Trace, solver: str, seconds: float, progress: Progress | No
         Slot, tensors.ids, tensors.birth_phases, tensors.ks, tensors.births, tensors.deaths, tensors.death_phases,
         tensors.sizes, offsets,
     )  # fmt: skip
-    bound = int(Profile(birth, death, size).alive.max(initial=0))
+    bound = int(LiveUnits(birth, death, size).alive.max(initial=0))
     born_in = np.array(tensors.birth_phases, np.int64)
     inside = np.bincount(born_in[born_in == np.array(tensors.death_phases)], minlength=len(trace.phases)).tolist()
     reports = zip(plan.phases, trace.phases, inside, strict=True)
@@ -139,7 +139,7 @@ def _plan(trace: Trace, solver: str, seconds: float, progress: Progress | None, 
     problem = Problem(tuple(Buffer(t.id, Lifespan(t.birth, t.death), rounded(t.size)) for t in planned))
     warn_once = cache(warn)
 
-    def solved(problem: Problem, solver: str, end: float, start: Solution | None = None) -> Solution:
+    def solved(problem: Problem, solver: str, end: float, start: Packing | None = None) -> Packing:
         left = end - time.monotonic()
         return solve(problem, solver=solver, seconds=left, start=start, progress=progress, warn=warn_once)
 
@@ -153,7 +153,7 @@ def _plan(trace: Trace, solver: str, seconds: float, progress: Progress | None, 
     if flat.proven:  # then the levels are for the report alone
         stages = [("greedy", share(deadline, 0.2))]
     one_phase = levels.of_one_phase(flat)
-    bilevel: Solution | None = None
+    bilevel: Packing | None = None
     for stage, end in stages:
         if not one_phase:
             bilevel = _least(bilevel, levels.solve(stage, share(end, 0.6)))
@@ -189,5 +189,5 @@ def _plan(trace: Trace, solver: str, seconds: float, progress: Progress | None, 
     )
 
 
-def _least(one: Solution | None, other: Solution) -> Solution:
+def _least(one: Packing | None, other: Packing) -> Packing:
     return one if one is not None and one.peak <= other.peak else other

@@ -76,7 +76,7 @@ def columns(buffers: Sequence[Buffer]) -> tuple[Column, Column, Column]:
     return lower, upper, np.fromiter((b.size for b in buffers), np.int64, n)
 
 
-class Profile:
+class LiveUnits:
     """Units alive over time: `alive[k]` from `times[k]` to the next one. O(n log n)."""
 
     def __init__(self, lower: Column, upper: Column, size: Column):
@@ -98,15 +98,15 @@ def most_between(values: Column, first: Column, end: Column) -> Column:
     levels = np.frexp((end - first).astype(float))[1] - 1  # of the largest power of two within
     table = values  # table[k]: the most of the 2^j entries from k
     for j in range(int(levels.max(initial=-1)) + 1):
-        mine = np.flatnonzero(levels == j)
-        out[mine] = np.maximum(table[first[mine]], table[end[mine] - 2**j])
+        here = np.flatnonzero(levels == j)
+        out[here] = np.maximum(table[first[here]], table[end[here] - 2**j])
         table = np.maximum(table[: -(2**j)], table[2**j :])
     return out
 
 
 def lower_bound(buffers: Sequence[Buffer]) -> int:
     """Return the most units alive at any one time. O(n log n)."""
-    return int(Profile(*columns(buffers)).alive.max(initial=0))
+    return int(LiveUnits(*columns(buffers)).alive.max(initial=0))
 
 
 def peak(buffers: Sequence[Buffer], offsets: Sequence[Offset]) -> int:

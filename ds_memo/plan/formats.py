@@ -17,23 +17,18 @@ from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 
-from ds_memo.errors import MOST_NAME, brief, quoted
+from ds_memo.errors import brief, quoted
 from ds_memo.files import read_bounded
 from ds_memo.plan import verify
 from ds_memo.plan.bilevel import PhaseReport, Plan, Slot
 from ds_memo.plan.errors import MalformedInput, PlanError
-from ds_memo.plan.phases import PHASE_WORDS, LayerPass, Part, PhaseName, parse_phase
+from ds_memo.plan.phases import PHASE_WORDS, PassPart, PhaseName, parse_phase
 from ds_memo.plan.trace import UNIT, Phase, Request, Trace
 
 SCHEMA = "ds_memo.plan/2"
 MAX_SIZE = 2**63
 MOST_TEXT_BYTES = 1 << 26
 """Bytes of a trace or a plan."""
-MOST_REQUESTS = 1 << 20
-"""Requests of a trace, slots of a plan."""
-MOST_PHASES = 1 << 16
-MOST_LAYERS = 1 << 16
-"""Layer numbers in phase names are below this."""
 
 
 def _size(text: str, source: str, line: int) -> int:
@@ -57,20 +52,11 @@ def _read(path: str | Path) -> str:
         raise PlanError(f"{quoted(str(path), 400)}: {e.strerror}") from None
 
 
-def _name(name: str, source: str, line: int, what: str) -> str:
-    if len(name) > MOST_NAME:
-        raise MalformedInput(source, line, f"a name of {len(name):,} characters", f"{what} of at most {MOST_NAME}")
-    return name
-
-
 def _phase(name: str, source: str, line: int) -> PhaseName:
     try:
-        phase = parse_phase(_name(name, source, line, "a phase"))
+        return parse_phase(name)
     except ValueError:
         raise MalformedInput(source, line, f"phase {brief(name)}", PHASE_WORDS) from None
-    if isinstance(phase, LayerPass) and phase.layer >= MOST_LAYERS:
-        raise MalformedInput(source, line, f"phase {brief(name)}", f"a layer below {MOST_LAYERS:,}")
-    return phase
 
 
 # ---- traces
@@ -98,15 +84,11 @@ def parse_trace(text: str, source: str = "trace") -> Trace:
             case ["phase", name]:
                 if requests and not marks:
                     raise MalformedInput(source, line, "the first phase after requests", "a phase line before any request")
-                if len(marks) >= MOST_PHASES:
-                    raise MalformedInput(source, line, f"more than {MOST_PHASES:,} phases", "the phases of one iteration")
                 marks.append((_phase(name, source, line), len(requests)))
             case ["malloc", i, size]:
                 if i in born:
                     raise MalformedInput(source, line, f"malloc of {i}, allocated in line {born[i]}", "a new id")
-                if len(born) >= MOST_REQUESTS:
-                    raise MalformedInput(source, line, f"more than {MOST_REQUESTS:,} tensors", "the requests of one iteration")
-                requests.append(Request(_name(i, source, line, "an id"), _size(size, source, line)))
+                requests.append(Request(i, _size(size, source, line)))
                 born[i] = line
             case ["free", i]:
                 if i not in born:
@@ -124,7 +106,7 @@ def parse_trace(text: str, source: str = "trace") -> Trace:
 
 def make_trace(requests: Sequence[Request], marks: Sequence[tuple[PhaseName, int]], notes: Sequence[str] = ()) -> Trace:
     """Make a trace from requests and marks: (phase name, index of its first request)."""
-    marks = list(marks) or [(Part.STEP, 0)]
+    marks = list(marks) or [(PassPart.STEP, 0)]
     ends = [first for _, first in marks[1:]] + [len(requests)]
     phases = tuple(Phase(name, first, end) for (name, first), end in zip(marks, ends, strict=True))
     return Trace(tuple(requests), phases, tuple(notes))
@@ -195,12 +177,8 @@ def _check_fields(plan: Plan) -> None:
             value = getattr(row, name)
             if annotation in _TYPES and type(value) not in _TYPES[annotation]:
                 raise ValueError(f"{name} {brief(value)}")
-            if name in ("name", "id") and len(value) > MOST_NAME:
-                raise ValueError(f"{name} of {len(value):,} characters, the most is {MOST_NAME}")
             if isinstance(value, (int, float)) and not -MAX_SIZE < value < MAX_SIZE:
                 raise ValueError(f"{name} {brief(value)}")
-    if len(plan.phases) > MOST_PHASES or len(plan.slots) > MOST_REQUESTS:
-        raise ValueError(f"more than {MOST_PHASES:,} phases or {MOST_REQUESTS:,} slots")
     phases = range(len(plan.phases))
     if not all(slot.phase in phases and slot.death_phase in phases and slot.birth >= 0 for slot in plan.slots):
         raise ValueError("a slot of a phase or time that is not there")

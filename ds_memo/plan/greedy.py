@@ -14,7 +14,7 @@ from itertools import chain
 
 import numpy as np
 
-from ds_memo.plan.dsa import MAX_TOTAL, Buffer, Offset, Profile, columns, lower_bound, peak, sections
+from ds_memo.plan.dsa import MAX_TOTAL, Buffer, LiveUnits, Offset, columns, lower_bound, peak, sections
 
 NO_CEILING = 2 * MAX_TOTAL - 1  # the largest address in 64 bits
 FIRST_FIT_MOST = 20_000  # buffers
@@ -58,7 +58,7 @@ def _orders(buffers: Sequence[Buffer], deadline: float) -> Iterator[tuple[str, l
         return
     first, last, _ = sections(buffers)
     lower, upper, size = columns(buffers)
-    crowd = Profile(lower, upper, size).most(lower, upper).tolist()
+    crowd = LiveUnits(lower, upper, size).most(lower, upper).tolist()
     orders: dict[str, Callable[[int], tuple]] = {
         "contention": lambda i: (-crowd[i], first[i] - last[i], -buffers[i].size),
         "size": lambda i: (-buffers[i].size, first[i] - last[i]),

@@ -20,23 +20,18 @@ import ctypes
 import json
 import math
 import os
-import re
-import select
 import signal
 import subprocess
 import sys
-import threading
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from ds_memo.plan.dsa import Buffer, Offset, lower_bound, peak
 
 SOLVERS = {"cbc": "CBC", "highs": "HiGHS"}
-CBC_PROGRESS = re.compile(r"([-\d.e+]+) best solution, best possible ([-\d.e+]+)")
 MARGIN = 0.25  # seconds for the child to start and to end
 
 
@@ -85,7 +80,6 @@ def solve_milp(
     solver: str = "cbc",
     start: Sequence[Offset] | None = None,
     tight: bool = True,
-    progress: Callable[[float, float], None] | None = None,
 ) -> MilpAnswer:
     """Solve in a child process that lives at most `seconds`.
 
@@ -93,7 +87,6 @@ def solve_milp(
         solver: "cbc" or "highs".
         start: A known plan; `tight` needs one.
         tight: False for the paper's program unchanged.
-        progress: Called with (best peak, bound) when CBC reports them.
 
     Raises:
         MilpFailed: There is no answer; the message says why.
@@ -112,7 +105,7 @@ def solve_milp(
         "lower_bound": bound if tight else 0,
         "start": list(start) if tight and start is not None else None,
     }
-    lines = _run_child(json.dumps(job), deadline, progress)
+    lines = _run_child(json.dumps(job), deadline)
     try:
         answer = json.loads(lines)
     except ValueError:
@@ -134,57 +127,29 @@ def child_command() -> list[str]:
     return [sys.executable, "-c", f"import sys; sys.path[0] = {root!r}; from ds_memo.plan.milp import child; child()"]
 
 
-def _run_child(job: str, deadline: float, progress: Callable[[float, float], None] | None) -> str:
-    answer_read, answer_write = os.pipe()
-    process = subprocess.Popen(
-        [*child_command(), str(answer_write)],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, pass_fds=[answer_write],
-    )  # fmt: skip
-    os.close(answer_write)
-    assert process.stdin and process.stdout  # pipes, as asked for
-    answer, log, code = b"", b"", None
-    try:
-        # A thread writes the job, so that a child that hangs does not block this one.
-        feeder = threading.Thread(target=_feed, args=(process.stdin, job), daemon=True)
-        feeder.start()
-        open_ends = {answer_read, process.stdout.fileno()}
-        while answer_read in open_ends:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise MilpFailed("the solver ran past its time limit and was stopped")
-            for end in select.select(list(open_ends), [], [], min(left, 0.5))[0]:
-                data = os.read(end, 65536)
-                if not data:
-                    open_ends.discard(end)
-                elif end == answer_read:
-                    answer += data
-                else:
-                    log = (log + data)[-20000:]
-                    if progress and (seen := CBC_PROGRESS.findall(data.decode(errors="replace"))):
-                        progress(float(seen[-1][0]), float(seen[-1][1]))
-        code = process.wait(max(0.0, min(1.0, deadline - time.monotonic()))) if answer else process.wait(1.0)
-    except subprocess.TimeoutExpired:
-        pass  # it has answered; its exit does not matter
-    finally:
-        process.kill()
-        process.wait()
-        feeder.join()
-        os.close(answer_read)
-        process.stdout.close()
-        with suppress(OSError):  # the rest of the job, unread
-            process.stdin.close()
-    if not answer:
-        last = log.decode(errors="replace").strip().splitlines()
-        how = signal.Signals(-code).name if code is not None and code < 0 else f"exit status {code}"
-        raise MilpFailed(f"the solver's process ended without an answer ({how}{': ' + last[-1] if last else ''})")
-    return answer.decode()
-
-
-def _feed(pipe, job: str) -> None:
-    """Write the job and keep the pipe open: its end tells the child that the parent is gone."""
-    with suppress(OSError):  # the child is dead; the reader notices
-        pipe.write(job.encode() + b"\n")
-        pipe.flush()
+def _run_child(job: str, deadline: float) -> str:
+    """Return the child's answer, which it writes to a file of its own: CBC prints to stdout."""
+    log, late = b"", False
+    with open(os.memfd_create("answer"), "w+b") as answer:
+        with subprocess.Popen(
+            [*child_command(), str(answer.fileno())],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, pass_fds=[answer.fileno()],
+        ) as process:  # fmt: skip
+            try:
+                log, _ = process.communicate(job.encode(), max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                late = True
+            finally:
+                process.kill()
+        answer.seek(0)
+        text = answer.read().decode()
+    if text:
+        return text
+    if late:
+        raise MilpFailed("the solver ran past its time limit and was stopped")
+    last, code = log.decode(errors="replace").strip().splitlines(), process.returncode
+    how = signal.Signals(-code).name if code < 0 else f"exit status {code}"
+    raise MilpFailed(f"the solver's process ended without an answer ({how}{': ' + last[-1] if last else ''})")
 
 
 # ---- below: in the child
@@ -192,7 +157,7 @@ def _feed(pipe, job: str) -> None:
 
 def child() -> None:
     """Read a job from stdin, write the answer to the descriptor named last on the command line."""
-    job = json.loads(sys.stdin.buffer.readline())
+    job = json.loads(sys.stdin.buffer.read())
     _die_with_parent(job["parent"])
     try:
         answer = _solve(job)
@@ -209,12 +174,6 @@ def _die_with_parent(parent: int) -> None:
         if os.getppid() != parent:
             os._exit(1)
 
-    def watch() -> None:
-        sys.stdin.buffer.read()
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
-
 
 def _solve(job: dict) -> dict:
     import mip
@@ -222,7 +181,7 @@ def _solve(job: dict) -> dict:
     sizes, cap = job["sizes"], job["cap"]
     n = len(sizes)
     model = mip.Model(sense=mip.MINIMIZE, solver_name=job["solver"])
-    model.verbose = 1 if job["solver"] == "CBC" else 0  # progress is read from CBC's log
+    model.verbose = 0
     model.threads = 1
     start = job["start"]
     tallest = max(range(n), key=sizes.__getitem__) if start else -1

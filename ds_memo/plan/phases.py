@@ -21,7 +21,7 @@ class LayerPass(NamedTuple):
         return f"L{self.layer}.{'b' if self.backward else 'f'}"
 
 
-class Part(enum.Enum):
+class PassPart(enum.Enum):
     """A phase outside the layers."""
 
     EMBED = "embed"
@@ -38,10 +38,10 @@ class Part(enum.Enum):
         return self.value
 
 
-PhaseName: TypeAlias = LayerPass | Part
+PhaseName: TypeAlias = LayerPass | PassPart
 
 
 def parse_phase(text: str) -> PhaseName:
     """Read a name that ``str`` wrote. Raises ValueError."""
     layer_pass = _LAYER_PASS.fullmatch(text)
-    return LayerPass(int(layer_pass[1]), layer_pass[2] == "b") if layer_pass else Part(text)
+    return LayerPass(int(layer_pass[1]), layer_pass[2] == "b") if layer_pass else PassPart(text)

@@ -32,7 +32,7 @@ _PERIODS = 6
 """Distances that are tried in a phase."""
 
 
-class Run(NamedTuple):
+class Repetition(NamedTuple):
     """Copies of the same requests, as indices of requests."""
 
     first: int
@@ -112,7 +112,7 @@ def _turns(life: Column, period: Column, left: Column) -> Column:
 class _Clock:
     """Time of the shorter trace: a tick for each request that it keeps, and one for the end of each run."""
 
-    def __init__(self, runs: list[Run], total: int) -> None:
+    def __init__(self, runs: list[Repetition], total: int) -> None:
         self.run = np.full(total + 1, len(runs))
         """Number of each request's run; len(runs): none."""
         self.copy = np.zeros(total + 1, np.int64)
@@ -160,17 +160,17 @@ def _trace(
     return requests, tuple(shorter)
 
 
-def _runs(phases: tuple[Phase, ...], changes: Column) -> Iterator[Run]:
+def _runs(phases: tuple[Phase, ...], changes: Column) -> Iterator[Repetition]:
     """Yield the runs in order. `changes`: bytes of each request, less than 0 for frees."""
-    known: dict[bytes, list[Run]] = {}
+    known: dict[bytes, list[Repetition]] = {}
     for phase in phases:
-        mine = changes[phase.first : phase.end]
-        if (key := mine.tobytes()) not in known:
-            known[key] = sorted(_runs_of(mine)) if len(mine) > LEAST_COPIES * _GRAM else []
+        requests = changes[phase.first : phase.end]
+        if (key := requests.tobytes()) not in known:
+            known[key] = sorted(_runs_of(requests)) if len(requests) > LEAST_COPIES * _GRAM else []
         yield from (run._replace(first=phase.first + run.first) for run in known[key])
 
 
-def _runs_of(changes: Column) -> Iterator[Run]:
+def _runs_of(changes: Column) -> Iterator[Repetition]:
     """Yield runs of one phase that do not overlap, longest first."""
     found = []
     for period in _periods(changes):
@@ -181,7 +181,7 @@ def _runs_of(changes: Column) -> Iterator[Run]:
     for length, period, first in sorted(found, reverse=True):
         end = first + length + period
         first += _least_alive(changes[first : first + period])
-        run = Run(first, period, (end - first) // period)
+        run = Repetition(first, period, (end - first) // period)
         if run.copies >= LEAST_COPIES and free[run.first : run.end].all():
             free[run.first : run.end] = False
             yield run

@@ -152,12 +152,12 @@ def _phases(plan: Plan, offsets: list[int], buffers: list[Buffer]) -> tuple[Phas
     bounds: dict[tuple, int] = {}
     out = []
     for p, report in enumerate(plan.phases):
-        mine = inside[p]
-        shape = report.shape, tuple(buffers[i].size for i in mine)
+        transient = inside[p]
+        shape = report.shape, tuple(buffers[i].size for i in transient)
         if shape not in bounds:
-            bounds[shape] = lower_bound([buffers[i] for i in mine])
+            bounds[shape] = lower_bound([buffers[i] for i in transient])
         bound = bounds[shape]
-        low = min((offsets[i] for i in mine), default=0)
-        extent = max((offsets[i] + buffers[i].size for i in mine), default=0) - low
+        low = min((offsets[i] for i in transient), default=0)
+        extent = max((offsets[i] + buffers[i].size for i in transient), default=0) - low
         out.append(replace(report, peak=extent, lower_bound=bound, proven=extent == bound, method="rescaled", seconds=0.0))
     return tuple(out)

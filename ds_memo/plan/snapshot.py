@@ -6,8 +6,8 @@ The pickle is a dict whose `device_traces` holds, per device, the allocator's ev
 `free_completed` matter here (torch/cuda/_memory_viz.py documents the format). It has no phases: the trace is one phase
 called step. Frees of memory from before the recording are left out and counted.
 
-Pickles can run code, and few bytes can take all memory and time. `_Unpickler` imports nothing, and knows only the opcodes that
-Python's pickler writes for plain data. C's unpickler would not do: one LONG_BINPUT makes it reserve gigabytes.
+Pickles can run code, so `_Unpickler` imports nothing and builds plain containers only. It is the unpickler that is
+written in Python: in that of C, few bytes of a damaged file reserve gigabytes.
 """
 
 from __future__ import annotations
@@ -21,21 +21,14 @@ from typing import Any
 from ds_memo.errors import brief, quoted
 from ds_memo.files import read_bounded
 from ds_memo.plan.errors import MalformedInput, PlanError, UnsafePickle
-from ds_memo.plan.formats import MAX_SIZE, MOST_REQUESTS, make_trace
+from ds_memo.plan.formats import MAX_SIZE, make_trace
 from ds_memo.plan.trace import Request, Trace
 
 MOST_SNAPSHOT_BYTES = 1 << 28
-MOST_STEPS = 1 << 24
-"""Opcodes of a pickle: some 200,000 events with 60 stack frames each. All together add some 1.3 GiB at most."""
 SUFFIXES = (".pickle", ".pkl")
 _WRITTEN_BY = "a pickle of plain containers, as torch.cuda.memory._dump_snapshot writes it"
 _PythonsUnpickler: Any = vars(pickle)["_Unpickler"]
 """The one that is written in Python, which typeshed takes for C's."""
-_OPCODES = (
-    "PROTO FRAME STOP MARK MEMOIZE BINPUT LONG_BINPUT BINGET LONG_BINGET NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 "
-    "BINFLOAT SHORT_BINUNICODE BINUNICODE BINUNICODE8 EMPTY_DICT EMPTY_LIST EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 APPEND "
-    "APPENDS SETITEM SETITEMS GLOBAL STACK_GLOBAL"
-)
 
 
 def read_snapshot(path: str | Path) -> Trace:
@@ -81,8 +74,6 @@ def _requests(events: list, source: str) -> Trace:
                 raise MalformedInput(source, at, brief(size), "a size in bytes, 0 to 2^63 - 1")
             if address in alive:
                 raise MalformedInput(source, at, f"alloc at {address:#x}, which is in use", "a free address")
-            if len(requests) >= MOST_REQUESTS:
-                raise MalformedInput(source, at, f"more than {MOST_REQUESTS:,} requests", "a recording of one training step")
             alive[address] = str(at)
             requests.append(Request(str(at), size))
         elif address in alive:
@@ -96,14 +87,14 @@ def _requests(events: list, source: str) -> Trace:
 
 
 def load_plain(content: bytes, source: str) -> Any:
-    """Return the object of a pickle that holds dicts, lists, tuples, strings, numbers and nothing else.
+    """Return the object of a pickle that holds containers, strings, numbers and nothing else.
 
     Args:
         source: File name for messages.
 
     Raises:
         UnsafePickle: It imports something.
-        MalformedInput: It is cut, damaged, holds something else, or takes more than MOST_STEPS.
+        MalformedInput: It is cut or damaged.
     """
     collects = gc.isenabled()
     gc.disable()  # it would scan millions of live containers again and again
@@ -122,54 +113,10 @@ def load_plain(content: bytes, source: str) -> Any:
 
 
 class _Unpickler(_PythonsUnpickler):
-    """Python's own unpickler that is written in Python, for plain data.
-
-    Keys are strings alone, whose hashes cannot be predicted: that of a nested tuple takes 2^60 steps or overflows the C stack.
-    """
-
     def __init__(self, content: bytes, source: str) -> None:
         super().__init__(io.BytesIO(content))
         self._source = source
-        self.dispatch = _Opcodes(source)
-        self.dispatch |= {pickle.SETITEM[0]: _Unpickler._set_item, pickle.SETITEMS[0]: _Unpickler._set_items}
 
     def find_class(self, module: str, name: str) -> Any:
         wanted = quoted(f"{module}.{name}")
         raise UnsafePickle(f"{quoted(self._source, 400)}: the pickle asks for {wanted}; a snapshot has plain containers only")
-
-    def _set_item(self) -> None:
-        value, key = self.stack.pop(), self.stack.pop()
-        self._update([key], [value])
-
-    def _set_items(self) -> None:
-        items = self.pop_mark()
-        self._update(items[::2], items[1::2])
-
-    def _update(self, keys: list[Any], values: list[Any]) -> None:
-        target = self.stack[-1]
-        if type(target) is not dict:
-            raise TypeError("items without a dict")
-        for key in keys:
-            if type(key) is not str:
-                raise MalformedInput(self._source, 0, f"the dict key {brief(key)}", "strings as keys")
-        target.update(zip(keys, values, strict=True))
-
-
-class _Opcodes(dict[int, Any]):
-    """The unpickler's methods by opcode, counted as they are looked up."""
-
-    def __init__(self, source: str) -> None:
-        codes = (getattr(pickle, name)[0] for name in _OPCODES.split())
-        super().__init__((code, _PythonsUnpickler.dispatch[code]) for code in codes)
-        self._source, self._steps = source, 0
-
-    def __getitem__(self, code: int) -> Any:
-        self._steps += 1
-        if self._steps > MOST_STEPS:
-            raise MalformedInput(
-                self._source, 0, f"more than {MOST_STEPS:,} opcodes", "a shorter recording, of one training step"
-            )
-        return super().__getitem__(code)
-
-    def __missing__(self, code: int) -> Any:
-        raise MalformedInput(self._source, 0, f"the opcode {bytes([code])!r}", _WRITTEN_BY)

@@ -31,7 +31,7 @@ Warn = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Solution:
+class Packing:
     """A placement that no verifier has seen yet.
 
     Args:
@@ -62,10 +62,10 @@ def solve(
     *,
     solver: str = "cbc",
     seconds: float = 60.0,
-    start: Solution | None = None,
+    start: Packing | None = None,
     progress: Progress | None = None,
     warn: Warn = warn,
-) -> Solution:
+) -> Packing:
     """Return the smallest placement that `solver` finds in `seconds`, kept to 0.2 s if they suffice for one sweep.
 
     Args:
@@ -119,14 +119,13 @@ class _Run:
         if (height := peak(self.problem.buffers, offsets)) < self.peak:
             self.offsets, self.peak, self.method = offsets, height, method
 
-    def tell(self, stage: str, best: int | None = None, bound: int | None = None) -> None:
+    def tell(self, stage: str) -> None:
         if self._progress:
-            best, bound = self.peak if best is None else best, self.bound if bound is None else bound
-            self._progress(stage, best, bound, self.limit - self.left, self.limit)
+            self._progress(stage, self.peak, self.bound, self.limit - self.left, self.limit)
 
-    def solution(self) -> Solution:
+    def solution(self) -> Packing:
         seconds = time.monotonic() - self.began
-        return Solution(self.offsets, self.peak, self.lower_bound, self.bound, self.method, seconds, tuple(self.notes))
+        return Packing(self.offsets, self.peak, self.lower_bound, self.bound, self.method, seconds, tuple(self.notes))
 
 
 def _exact(run: _Run, solver: str, warn: Warn) -> None:
@@ -182,13 +181,9 @@ def _mip(run: _Run, problem: Problem, unit: int, solver: str, seconds: float, wa
         return
     stage = f"mip ({solver})"
     run.tell(stage)
-
-    def heard(best: float, bound: float) -> None:
-        run.tell(stage, *(int(value * unit) if abs(value) < 1e40 else -1 for value in (best, bound)))
-
     start = [offset // unit for offset in run.offsets]  # sums of sizes
     try:
-        answer = milp.solve_milp(problem.buffers, seconds, solver=solver, start=start, progress=heard)
+        answer = milp.solve_milp(problem.buffers, seconds, solver=solver, start=start)
     except milp.MilpFailed as e:
         run.notes.append(f"MIP ({solver}) failed: {e}")
         warn(f"MIP ({solver}) failed, the plan is from {run.method}, which is used: {e}")

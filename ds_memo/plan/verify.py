@@ -1,7 +1,7 @@
 """The verifier: believes no solver. Every plan passes here before it leaves the planner.
 
 It shares no code with the solvers. One sweep through time keeps the live buffers by their rank in the order of addresses.
-So a new buffer is compared with its two neighbours only: O(n log n), some 5 µs a buffer. `check` returns the error's name
+So a new buffer is compared with its two neighbours only: some 5 µs a buffer. `check` returns the error's name
 and a sentence, or None; `require` raises it.
 
 | error | meaning |
@@ -17,6 +17,7 @@ and a sentence, or None; `require` raises it.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any
 
@@ -60,18 +61,19 @@ def check(
         rank[i] = place
     births = sorted(range(len(buffers)), key=lambda i: buffers[i].lifespan.lower)
     deaths = sorted(births, key=lambda i: buffers[i].lifespan.upper)
-    alive = _Ranks(len(buffers))  # no two of them overlap
+    alive: list[int] = []  # ranks of the live buffers, sorted; no two of them overlap
     bytes_alive = most = died = 0
     for i in births:
         b, at = buffers[i], offsets[i]
         while buffers[j := deaths[died]].lifespan.upper <= b.lifespan.lower:
-            alive.remove(rank[j])
+            del alive[bisect_left(alive, rank[j])]
             bytes_alive -= buffers[j].size
             died += 1
-        for r in (alive.below(rank[i]), alive.above(rank[i])):
-            if r is not None and at < offsets[j := by_address[r]] + buffers[j].size and offsets[j] < at + b.size:
+        place = bisect_left(alive, rank[i])
+        for r in alive[max(0, place - 1) : place + 1]:
+            if at < offsets[j := by_address[r]] + buffers[j].size and offsets[j] < at + b.size:
                 return "bad_overlap", f"{buffers[j].id} and {b.id} are alive together and share addresses"
-        alive.add(rank[i])
+        alive.insert(place, rank[i])
         bytes_alive += b.size
         most = max(most, bytes_alive)
     if lower_bound is not None and (lower_bound != most or most > top):
@@ -102,51 +104,3 @@ def require(buffers: Sequence[Buffer], offsets: Sequence[Offset], **stated: Any)
     """Raise InvalidPlan if `check` finds an error."""
     if wrong := check(buffers, offsets, **stated):
         raise InvalidPlan(*wrong)
-
-
-class _Ranks:
-    """A set of numbers below n, as the bits of words; `used` has a bit for each word that is not zero."""
-
-    WORD = 1024  # bits; a million ranks are a thousand words
-
-    def __init__(self, n: int):
-        self.words = [0] * (n // self.WORD + 1)
-        self.used = 0
-
-    def add(self, rank: int) -> None:
-        w, bit = divmod(rank, self.WORD)
-        self.words[w] |= 1 << bit
-        self.used |= 1 << w
-
-    def remove(self, rank: int) -> None:
-        w, bit = divmod(rank, self.WORD)
-        self.words[w] ^= 1 << bit
-        if not self.words[w]:
-            self.used ^= 1 << w
-
-    def below(self, rank: int) -> int | None:
-        """Return the largest rank in the set below `rank`."""
-        w, bit = divmod(rank, self.WORD)
-        here = self.words[w] & ((1 << bit) - 1)
-        if not here:
-            if not (used := self.used & ((1 << w) - 1)):
-                return None
-            w = used.bit_length() - 1
-            here = self.words[w]
-        return w * self.WORD + here.bit_length() - 1
-
-    def above(self, rank: int) -> int | None:
-        """Return the smallest rank in the set above `rank`."""
-        w, bit = divmod(rank, self.WORD)
-        here, skip = self.words[w] >> bit + 1, bit + 1
-        if not here:
-            if not (used := self.used >> w + 1):
-                return None
-            w += _lowest(used) + 1
-            here, skip = self.words[w], 0
-        return w * self.WORD + skip + _lowest(here)
-
-
-def _lowest(word: int) -> int:
-    """Return the index of the lowest set bit."""
-    return (word & -word).bit_length() - 1

@@ -16,8 +16,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import NamedTuple
 
-from ds_memo.ops.allocator import Request as Event
-from ds_memo.plan.phases import LayerPass, Part, PhaseName
+from ds_memo.ops.allocator import LogEvent
+from ds_memo.plan.phases import LayerPass, PassPart, PhaseName
 
 
 class NonLayerMemory(NamedTuple):
@@ -43,7 +43,7 @@ class Most(NamedTuple):
 
 
 def non_layer_memory(
-    events: Sequence[Event],
+    events: Sequence[LogEvent],
     carried: Mapping[int, int],
     hidden_bytes: int,
     forward: Mapping[int, int],
@@ -58,7 +58,7 @@ def non_layer_memory(
             Each layer's backward counts it, so it does not count as staying.
         forward, backward: predicted bytes by layer, in the order of the forward, with all kept tensors.
     """
-    head = most_in(Part.HEAD, events, hidden_bytes)
+    head = most_in(PassPart.HEAD, events, hidden_bytes)
     if head is None:
         return None
     peaks = _peaks(events, carried)
@@ -80,7 +80,7 @@ def largest(several: Sequence[NonLayerMemory]) -> NonLayerMemory:
     return NonLayerMemory(max(heads), max(staying), max(forwards), backward, max(elsewhere))
 
 
-def carry(carried: dict[int, int], events: Iterable[Event]) -> None:
+def carry(carried: dict[int, int], events: Iterable[LogEvent]) -> None:
     """Update `carried` (bytes of the live blocks, by id) with a pass's events."""
     for event in events:
         if event.kind == "malloc":
@@ -89,7 +89,7 @@ def carry(carried: dict[int, int], events: Iterable[Event]) -> None:
             carried.pop(event.id, None)
 
 
-def most_in(phase: PhaseName, events: Sequence[Event], passed_on: int = 0) -> Most | None:
+def most_in(phase: PhaseName, events: Sequence[LogEvent], passed_on: int = 0) -> Most | None:
     """Return the memory that one phase took, or None if the pass did not visit it.
 
     Args:
@@ -116,7 +116,7 @@ def most_in(phase: PhaseName, events: Sequence[Event], passed_on: int = 0) -> Mo
     return Most(max(alive for _, alive in _alive(events, sizes)), sum(staying))
 
 
-def _peaks(events: Sequence[Event], carried: Mapping[int, int]) -> dict[PhaseName | None, int]:
+def _peaks(events: Sequence[LogEvent], carried: Mapping[int, int]) -> dict[PhaseName | None, int]:
     """Return the most bytes alive at once on the pass's stream, by phase."""
     peaks: dict[PhaseName | None, int] = {}
     for phase, alive in _alive(events, {**carried, **_sizes(events, "malloc")}, frozenset(carried)):
@@ -124,12 +124,12 @@ def _peaks(events: Sequence[Event], carried: Mapping[int, int]) -> dict[PhaseNam
     return peaks
 
 
-def _sizes(events: Iterable[Event], kind: str) -> dict[int, int]:
+def _sizes(events: Iterable[LogEvent], kind: str) -> dict[int, int]:
     return {event.id: event.size for event in events if event.kind == kind}
 
 
 def _alive(
-    events: Sequence[Event], sizes: Mapping[int, int], before: frozenset[int] = frozenset()
+    events: Sequence[LogEvent], sizes: Mapping[int, int], before: frozenset[int] = frozenset()
 ) -> Iterator[tuple[PhaseName | None, int]]:
     """Yield the phase and the bytes alive after each event.
 

@@ -40,7 +40,7 @@ _SPARE = 2 * UNIT
 
 
 @dataclass
-class Known:
+class PassPlan:
     """The logs and the plan of one kind of pass."""
 
     number: int
@@ -97,7 +97,7 @@ class Plans:
     """
 
     def __init__(self, allocator: Allocator, device_type: str, config: PlanConfig, warn: Callable[[str], None]) -> None:
-        self.known: dict[PassKind, Known] = {}
+        self.known: dict[PassKind, PassPlan] = {}
         self.made = 0
         """Plans that were solved for or rescaled so far."""
         self._allocator = allocator
@@ -106,7 +106,7 @@ class Plans:
         self._warn = warn
         self._misfits = self._passed_over = 0
 
-    def of(self, kind: PassKind) -> Known:
+    def of(self, kind: PassKind) -> PassPlan:
         """Return the entry of a kind. A new kind gets a plan at once if kinds of other lengths give one."""
         known = self.known.get(kind)
         if known is not None:
@@ -114,7 +114,7 @@ class Plans:
         while len(self.known) >= _KINDS:  # rescaled plans first: they are made again within milliseconds
             oldest = next((kind for kind, known in self.known.items() if known.rescaled), next(iter(self.known)))
             self._allocator.forget_plan(self.known.pop(oldest).number)
-        known = self.known[kind] = Known(next(_numbers))
+        known = self.known[kind] = PassPlan(next(_numbers))
         self._plan_from_others(kind, known)
         return known
 
@@ -127,7 +127,7 @@ class Plans:
                 self._plan(known, known.now)
             known.before, known.now = known.now, None
 
-    def judge(self, known: Known, counts: dict[str, int]) -> None:
+    def judge(self, known: PassPlan, counts: dict[str, int]) -> None:
         """Keep or drop the plan of a pass that followed it to the end.
 
         Args:
@@ -158,11 +158,11 @@ class Plans:
 
     # ---- inside
 
-    def _drop(self, known: Known) -> None:
+    def _drop(self, known: PassPlan) -> None:
         known.forget_plan()
         self._allocator.forget_plan(known.number)
 
-    def _plan(self, known: Known, log: RequestLog) -> None:
+    def _plan(self, known: PassPlan, log: RequestLog) -> None:
         known.plans += 1
         self.made += 1
         # A wrapping block holds its address from the begin of a pass. If the first plan did not last, that may be why.
@@ -178,7 +178,7 @@ class Plans:
         self._adopt(known, log, plan)
         known.fresh = True
 
-    def _plan_from_others(self, kind: PassKind, known: Known) -> None:
+    def _plan_from_others(self, kind: PassKind, known: PassPlan) -> None:
         """Plan a kind from two logged kinds that differ from it, and from each other, in one length only."""
         if self._misfits >= _MISFITS:
             self._passed_over += 1
@@ -223,7 +223,7 @@ class Plans:
             return lines
         return None
 
-    def _adopt(self, known: Known, log: RequestLog, plan: Plan, spare: int = 0) -> None:
+    def _adopt(self, known: PassPlan, log: RequestLog, plan: Plan, spare: int = 0) -> None:
         offsets = {slot.id: slot.offset for slot in plan.slots}
         self._allocator.load_plan(known.number, log.slots(offsets, NATIVE), spare)
         known.log, known.plan, known.trouble = log, plan, 0

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ds_memo.ops.allocator import Request as Event
+from ds_memo.ops.allocator import LogEvent
 from ds_memo.plan.phases import PhaseName
 from ds_memo.plan.trace import Phase, Trace
 from ds_memo.plan.trace import Request as TraceRequest
@@ -63,7 +63,7 @@ class RequestLog:
         if long.visits[: len(short.visits)] != short.visits:
             return None
         later = tuple(
-            tuple(map(max, mine, theirs)) for mine, theirs in zip(long.deaths[: len(short.deaths)], short.deaths, strict=True)
+            tuple(map(max, ours, others)) for ours, others in zip(long.deaths[: len(short.deaths)], short.deaths, strict=True)
         )
         return RequestLog(long.visits, later + long.deaths[len(short.deaths) :])
 
@@ -113,7 +113,7 @@ class RequestLog:
         ]
 
 
-def read_log(events: Iterable[Event], escaped: dict[int, Position]) -> tuple[RequestLog, set[Position]]:
+def read_log(events: Iterable[LogEvent], escaped: dict[int, Position]) -> tuple[RequestLog, set[Position]]:
     """Return the log of one pass, and the births of the blocks in `escaped` that wrapped around.
 
     Args:

@@ -31,11 +31,11 @@ from torch.autograd import Variable
 
 from ds_memo.config import PlanConfig
 from ds_memo.memory.device import keep_blocks_whole
-from ds_memo.ops.allocator import MISSES, Allocator, Request
+from ds_memo.ops.allocator import MISSES, Allocator, LogEvent
 from ds_memo.plan import Plan
-from ds_memo.plan.phases import LayerPass, Part
+from ds_memo.plan.phases import LayerPass, PassPart
 from ds_memo.planned_alloc.non_layer_memory import NonLayerMemory, carry, non_layer_memory
-from ds_memo.planned_alloc.plans_by_pass import Known, Plans
+from ds_memo.planned_alloc.plans_by_pass import PassPlan, Plans
 from ds_memo.planned_alloc.request_log import Position, RequestLog, read_log
 from ds_memo.shapes import PassKind, Shapes
 from ds_memo.units import GIB
@@ -71,7 +71,7 @@ def _turning(change: Callable[..., None]) -> Callable[..., None]:
 
 
 @_turning
-def _end(allocator: Allocator, device: torch.device, known: dict[PassKind, Known]) -> None:
+def _end(allocator: Allocator, device: torch.device, known: dict[PassKind, PassPlan]) -> None:
     """Forget the plans. The last model of a device also frees the arena; the last of a device type restores torch's allocator."""
     for plan in known.values():
         allocator.forget_plan(plan.number)
@@ -138,11 +138,11 @@ class Addresses:
         """Requests by outcome, in the passes that are over."""
         self._stats = self._counts
         """The op's counts when the running pass began."""
-        self._events: list[Request] = []
+        self._events: list[LogEvent] = []
         """Events of the running pass that were read from the op so far."""
         self._carried: dict[int, int] = {}
         """Bytes by id of blocks that logged passes left behind."""
-        self._logged: tuple[PassKind | None, list[Request], dict[int, int]] = (None, [], {})
+        self._logged: tuple[PassKind | None, list[LogEvent], dict[int, int]] = (None, [], {})
         """Kind and events of the last complete logged pass, and the bytes by id that earlier passes had left behind."""
 
     def install(self) -> bool:
@@ -217,7 +217,7 @@ class Addresses:
         profiles = self._allocator.mode == "profile" and self._waited <= _PATIENCE
         self._profiled += profiles
         keep_blocks_whole(self._device, profiles)
-        self._allocator.phase(Part.EMBED)
+        self._allocator.phase(PassPart.EMBED)
 
     @_turning
     def unplanned_pass_begins(self) -> None:
@@ -241,7 +241,7 @@ class Addresses:
 
     def layer_ends(self, layer: int) -> None:
         if self.installed and layer == self._last_layer:
-            self._allocator.phase(Part.HEAD)
+            self._allocator.phase(PassPart.HEAD)
 
     def layer_replays(self, layer: int) -> None:
         if not self.installed:
@@ -258,11 +258,11 @@ class Addresses:
     def reduction_begins(self) -> None:
         """Begin the engine's reduction of gradients after the backward. The caller ends it with leave_phase()."""
         if self.installed:
-            self._allocator.phase(Part.REDUCE)
+            self._allocator.phase(PassPart.REDUCE)
 
     def step_begins(self) -> None:
         if self.installed:
-            self._allocator.phase(Part.STEP)
+            self._allocator.phase(PassPart.STEP)
 
     def step_ends(self) -> None:
         if self.installed:
@@ -408,7 +408,7 @@ class Addresses:
         elif mode == "plan" and known is not None and complete:
             self._plans.judge(known, counts)
 
-    def _have_arena(self, known: Known) -> None:
+    def _have_arena(self, known: PassPlan) -> None:
         """Make the arena large enough for the plan. Free a smaller arena first, and what torch's cache holds of such passes."""
         fresh, known.fresh = known.fresh, False
         if small := self._allocator.arena_bytes < known.plan.peak:

@@ -13,7 +13,7 @@ from typing import Any
 
 from ds_memo import files
 from ds_memo.profile.json_file import FORMAT, MOST_PROFILE_BYTES, ProfileError, from_json, to_json
-from ds_memo.profile.sample import Profile
+from ds_memo.profile.run_profile import RunProfile
 
 
 def open_folder(cache_dir: str | None, warn: Callable[[str], None]) -> Path | None:
@@ -33,7 +33,7 @@ def path_of(folder: Path, key: dict[str, Any]) -> Path:
     return folder / f"{digest}.json"
 
 
-def load(folder: Path, key: dict[str, Any], warn: Callable[[str], None]) -> Profile | None:
+def load(folder: Path, key: dict[str, Any], warn: Callable[[str], None]) -> RunProfile | None:
     """Return the profile with exactly this key, or None.
 
     Args:
@@ -59,7 +59,7 @@ def load(folder: Path, key: dict[str, Any], warn: Callable[[str], None]) -> Prof
     return profile
 
 
-def store(folder: Path, profile: Profile, warn: Callable[[str], None]) -> None:
+def store(folder: Path, profile: RunProfile, warn: Callable[[str], None]) -> None:
     """Write a profile into a folder from :func:`open_folder`. If that fails, warn: the next start measures again."""
     path = path_of(folder, profile.key)
     try:

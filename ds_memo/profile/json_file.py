@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from ds_memo.errors import MOST_NAME, MemoError, brief, quoted
-from ds_memo.profile.sample import LayerProfile, Profile
+from ds_memo.profile.run_profile import LayerProfile, RunProfile
 from ds_memo.profile.tile_sample import PARTS, SAMPLES
 
 FORMAT = 11
@@ -23,18 +23,18 @@ _MOST_ENTRIES = {"kinds": 1 << 12, "layers": 1 << 16, "samples": 3, "outputs": 1
 _MOST_CHARACTERS = {"name": MOST_NAME, "method": MOST_NAME, "not_tiled": 1 << 12}
 _FREE = ("key", "measured")
 """Entries that only people read, or that are compared as a whole."""
-_PROFILE = TypeAdapter(Profile)
+_PROFILE = TypeAdapter(RunProfile)
 
 
 class ProfileError(MemoError, ValueError):
     """A profile that cannot be used; the message says why."""
 
 
-def to_json(profile: Profile) -> str:
+def to_json(profile: RunProfile) -> str:
     return json.dumps({"format": FORMAT, **asdict(profile)}, indent=1)
 
 
-def from_json(text: str) -> Profile:
+def from_json(text: str) -> RunProfile:
     """Read a profile and check everything in it.
 
     Raises:
@@ -79,7 +79,7 @@ def _check_sizes(name: str, value: Any) -> None:
         raise ProfileError(f"{quoted(name)} is {brief(value)}, expected a number from 0 on")
 
 
-def _contradictions(profile: Profile) -> Iterator[bool]:
+def _contradictions(profile: RunProfile) -> Iterator[bool]:
     """Yield False for a profile that no run writes."""
     yield bool(profile.kinds) and any(kind is not None for kind in profile.layers)
     yield all(kind is None or kind < len(profile.kinds) for kind in profile.layers)

@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import nn
 
 from ds_memo.errors import MemoError
 from ds_memo.placement import FULL_RECOMPUTE, GEMMS_RECOMPUTED, NO_RECOMPUTE, ON_DEVICE, Placement
-from ds_memo.profile.layer_call import LayerCall, hidden_from_training, uncompiled
+from ds_memo.profile.caught_call import CaughtCall, hidden_from_training, uncompiled
 from ds_memo.profile.layer_sample import LayerSample
 from ds_memo.profile.live import bytes_made, storages_of
 from ds_memo.profile.stopwatch import Stopwatch, now, repeats, seconds_between
@@ -37,13 +38,14 @@ from ds_memo.swap.host_slab import HostSlab
 from ds_memo.swap.streams import streams_for
 
 
-def measure(call: LayerCall, length: int, device: torch.device, attention: str | None = None) -> LayerSample:
+def measure(call: CaughtCall, length: int, device: torch.device, attention: str | None = None, gathered: int = 0) -> LayerSample:
     """Measure one layer at one length, at most the length of the call.
 
     A compiled layer is timed as it runs. Its tensors and kernels are those of the layer uncompiled, which show one by one.
 
     Args:
         attention: as the "memo" section's.
+        gathered: bytes that are on the device whenever the layer runs.
 
     Raises:
         MemoError: the layer saves nothing for a backward.
@@ -66,7 +68,7 @@ def measure(call: LayerCall, length: int, device: torch.device, attention: str |
                 raise MemoError(f"layer {call.layer.name} runs other products each time (parts are skipped, experts in a loop)")
             replay_s = max(0.0, as_called.timed(ON_DEVICE)[1] - backward_s) if compiled else bench.replay_s()
             watch = bench.watched()
-            input_bytes = inputs[0].untyped_storage().nbytes()
+            beside = inputs[0].untyped_storage().nbytes() + gathered, gathered
             seen = as_called if device.type == "cuda" else bench  # on a CPU nothing shows what compiled code allocates
             working, at_0, without_attention = (seen.held(kept) for kept in (ON_DEVICE, GEMMS_RECOMPUTED, FULL_RECOMPUTE))
             outputs, gemm_s, all_gemms_s = _outputs(full, none, watch)
@@ -83,9 +85,9 @@ def measure(call: LayerCall, length: int, device: torch.device, attention: str |
                 gemm_flops=full.gemm_flops,
                 attention_flops=watch.attention_flops,
                 no_recompute_bytes=as_called.saved_bytes(),
-                working=PeakBytes(input_bytes + working.forward, working.backward),
-                working_at_0=PeakBytes(input_bytes + at_0.forward, at_0.backward),
-                working_without_attention=PeakBytes(input_bytes + at_0.forward, without_attention.backward),
+                working=working.plus(*beside),
+                working_at_0=at_0.plus(*beside),
+                working_without_attention=replace(without_attention, forward=at_0.forward).plus(*beside),
                 outputs=outputs,
             )
         finally:
@@ -95,7 +97,7 @@ def measure(call: LayerCall, length: int, device: torch.device, attention: str |
 
 @contextmanager
 def alone(
-    call: LayerCall, length: int, device: torch.device
+    call: CaughtCall, length: int, device: torch.device
 ) -> Iterator[tuple[Callable[..., Any], tuple, list[torch.Tensor], list[nn.Parameter]]]:
     """Let a call run inside the block without a trace in training.
 

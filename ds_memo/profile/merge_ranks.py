@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 from typing import Any
 
 from ds_memo.profile.layer_sample import PEAKS, LayerSample
-from ds_memo.profile.sample import LayerProfile, Profile
+from ds_memo.profile.run_profile import LayerProfile, RunProfile
 from ds_memo.profile.tile_sample import TileSample
-from ds_memo.solve.run_costs import LayerCosts, PeakBytes
+from ds_memo.solve.run_costs import PeakBytes
 
 
-def most_careful(profiles: Sequence[Profile]) -> Profile:
+def most_careful(profiles: Sequence[RunProfile]) -> RunProfile:
     """Return one profile for all ranks: the slowest copies, and for each kind of layer the most memory that any rank needs.
 
     Times are rank 0's: the ranks have the same layers and wait for each other in every step.
@@ -29,8 +29,10 @@ def _needing_most(kinds: Sequence[LayerProfile]) -> LayerProfile:
     """Return the first rank's measurements of one kind, with the largest peak bytes of all ranks."""
 
     def careful(sample: LayerSample) -> LayerSample:
-        there = [_there(kind, sample) for kind in kinds]
-        peaks: dict[str, Any] = {name: _most([getattr(one, name) for one in there]) for name in PEAKS}
+        there = [kind.at(sample.batch, sample.length) for kind in kinds]
+        peaks: dict[str, Any] = {}
+        for name in PEAKS:
+            peaks[name] = PeakBytes(*map(max, zip(*(astuple(getattr(one, name)) for one in there), strict=True)))
         return replace(sample, **peaks)
 
     first = kinds[0]
@@ -42,21 +44,9 @@ def _needing_most(kinds: Sequence[LayerProfile]) -> LayerProfile:
     return replace(whole, in_tiles=tuple(map(_needing_most_in_tiles, zip(*(kind.in_tiles for kind in kinds), strict=True))))
 
 
-def _most(everybodys: Sequence[PeakBytes]) -> PeakBytes:
-    return PeakBytes(max(peaks.forward for peaks in everybodys), max(peaks.backward for peaks in everybodys))
-
-
 def _needing_most_in_tiles(samples: Sequence[TileSample]) -> TileSample:
     peaks = tuple(  # in as many groups as all ranks can make
         tuple(tuple(map(max, zip(*of_part, strict=True))) for of_part in zip(*of_ranks, strict=True))
         for of_ranks in zip(*(sample.peaks for sample in samples), strict=False)
     )
     return replace(samples[0], result_differs=any(sample.result_differs for sample in samples), peaks=peaks)
-
-
-def _there(kind: LayerProfile, there: LayerSample) -> LayerSample | LayerCosts:
-    """Return a kind at the length of sample `there`: measured, else extrapolated."""
-    for sample in kind.samples:
-        if (sample.batch, sample.length) == (there.batch, there.length):
-            return sample
-    return kind.costs(there.batch, there.length)

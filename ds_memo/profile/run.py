@@ -20,25 +20,24 @@ from typing import Any
 import torch
 
 import ds_memo
-from ds_memo.distributed.agree import Do, Failed, from_all_ranks, together, world_size
+from ds_memo.distributed.agree import Do, Failed, from_all_ranks, on_all_ranks, world_size
 from ds_memo.errors import MemoError
 from ds_memo.memory.device import device_budget, device_usage
 from ds_memo.memory.host import host_usage, ranks_on_node
 from ds_memo.profile.bandwidth import SPAN, CopyBench
+from ds_memo.profile.caught_call import CaughtCall
 from ds_memo.profile.layer import measure
-from ds_memo.profile.layer_call import LayerCall
 from ds_memo.profile.layer_kinds import layer_in_words, settings_digest
-from ds_memo.profile.layer_sample import PEAKS, LayerSample
+from ds_memo.profile.layer_sample import LayerSample
 from ds_memo.profile.live import older_objects_aside
 from ds_memo.profile.merge_ranks import most_careful
-from ds_memo.profile.sample import LayerProfile, Profile
+from ds_memo.profile.run_profile import LayerProfile, RunProfile
 from ds_memo.profile.tile_sample import TileSample
 from ds_memo.profile.tiles import measure_in_tiles
 from ds_memo.remat.gathered_params import gathered, gathered_bytes
 from ds_memo.remat.layer import Layer
 from ds_memo.remat.layer_call import CannotTile
 from ds_memo.solve.headroom import HEADROOM
-from ds_memo.solve.run_costs import PeakBytes
 from ds_memo.swap.stream_protocol import D2H, H2D
 from ds_memo.units import GIB
 
@@ -67,7 +66,7 @@ def lengths_of(method: str, length: int, width: int, can_shorten: bool) -> tuple
     return check // 4, check // 2, check
 
 
-def worth_measuring(layers: Sequence[Layer], kinds: Sequence[int], calls: Mapping[int, LayerCall]) -> dict[int, LayerCall]:
+def worth_measuring(layers: Sequence[Layer], kinds: Sequence[int], calls: Mapping[int, CaughtCall]) -> dict[int, CaughtCall]:
     """Return the calls, by kind, that keep something for a backward: their layer or one before it requires a gradient. A frozen
     vision tower keeps nothing, nor does one that is called without an image."""
     trained = (index for index, layer in enumerate(layers) if any(p.requires_grad for p in layer.parameters))
@@ -92,7 +91,7 @@ class Asked:
     """
 
     kinds: Sequence[int]
-    calls: Mapping[int, LayerCall]
+    calls: Mapping[int, CaughtCall]
     method: str
     lengths: Mapping[int, tuple[int, ...]]
     full: Mapping[int, int]
@@ -107,8 +106,8 @@ class Asked:
     """Measure layers in tiles, too, where two lengths are measured."""
     progress: Callable[[str], None] = lambda line: None
     """Called with a line of text after each measurement."""
-    do: Do = together
-    """`together`, or `alone` on a rank whose layers wait for no other rank."""
+    do: Do = on_all_ranks
+    """`on_all_ranks`, or `on_this_rank` on a rank whose layers wait for no other rank."""
 
     def numbers(self) -> tuple[int | None, ...]:
         """Return, for each layer, the number of its kind among the measured ones; None: not measured."""
@@ -150,7 +149,7 @@ class Asked:
         }
 
 
-def take_profile(asked: Asked) -> Profile:
+def take_profile(asked: Asked) -> RunProfile:
     """Measure layers and copies. All ranks must call this together and get the same profile: see `most_careful`.
 
     Raises:
@@ -159,9 +158,9 @@ def take_profile(asked: Asked) -> Profile:
     begin = time.perf_counter()
     _wake(asked.device)
     kinds = measure_kinds(asked)
-    with ExitStack() as stack:  # together() lets all ranks start at once
-        bench = together(lambda: stack.enter_context(closing(CopyBench(asked.device, asked.host_budget))))
-        d2h, h2d = (together(partial(bench.rate, way)) for way in (D2H, H2D))
+    with ExitStack() as stack:  # on_all_ranks lets all ranks start at once
+        bench = on_all_ranks(lambda: stack.enter_context(closing(CopyBench(asked.device, asked.host_budget))))
+        d2h, h2d = (on_all_ranks(partial(bench.rate, way)) for way in (D2H, H2D))
     asked.progress(f"copies: {d2h / 1e9:.3g} GB/s to the host, {h2d / 1e9:.3g} GB/s back")
     measured = {
         "when": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -169,7 +168,7 @@ def take_profile(asked: Asked) -> Profile:
         "host_memory": {**host_usage(), "budget_of_rank": asked.host_budget},
         "device_memory": device_usage(asked.device),
     }
-    mine = Profile(
+    mine = RunProfile(
         key=asked.key(),
         method=asked.method,
         kinds=kinds,
@@ -213,10 +212,8 @@ def _measure_kind(asked: Asked, kind: int) -> LayerProfile:
     def measured(lengths: Sequence[int]) -> list[LayerSample]:
         samples: list[LayerSample] = []
         for length in lengths:
-            sample = asked.do(partial(measure, call, length, asked.device, asked.attention))
-            peaks = {name: getattr(sample, name) for name in PEAKS}
-            peaks = {name: PeakBytes(peak.forward + nbytes, peak.backward + nbytes) for name, peak in peaks.items()}
-            samples.append(replace(sample, **peaks))
+            sample = asked.do(partial(measure, call, length, asked.device, asked.attention, nbytes))
+            samples.append(sample)
             asked.progress(
                 f"{name} (kind {number} of {len(asked.calls)}): {sample.batch} × {length:,} tokens, "
                 f"forward {sample.forward_s * 1e3:.3g} ms, backward {sample.backward_s * 1e3:.3g} ms"
@@ -238,7 +235,7 @@ def _measure_kind(asked: Asked, kind: int) -> LayerProfile:
 
 
 def _measured_in_tiles(
-    asked: Asked, call: LayerCall, samples: Sequence[LayerSample], gathered: int
+    asked: Asked, call: CaughtCall, samples: Sequence[LayerSample], gathered: int
 ) -> tuple[tuple[TileSample, ...], str]:
     """Return a layer's samples in tiles, or none and why.
 

@@ -16,7 +16,7 @@ from ds_memo.placement import Tiles
 from ds_memo.solve.run_costs import LayerCosts, Output, PeakBytes, TileCosts
 from ds_memo.spans import longest, number_of_spans
 
-PARTS = ("heads", "attention", "tails", "tails_backward", "attention_backward", "heads_backward")
+PARTS = ("pre", "attention", "post", "post_backward", "attention_backward", "pre_backward")
 """Parts of a layer in tiles, in order: before attention, attention, after it; the backward in the opposite order."""
 SAMPLES = 3
 
@@ -35,7 +35,7 @@ class TileSample:
     tile_tokens: int
     """As asked for."""
     result_differs: bool
-    """As in :class:`ds_memo.solve.run_costs.TileCosts`. What the backward begins with is then in "tails_backward"."""
+    """As in :class:`ds_memo.solve.run_costs.TileCosts`. What the backward begins with is then in "post_backward"."""
     seconds: tuple[float, ...]
     """Seconds of each of PARTS, if no GEMM output is stored."""
     peaks: tuple[tuple[Peak, ...], ...]
@@ -86,16 +86,16 @@ def in_tiles(
         samples: SAMPLES of them.
     """
     cut = Cut.of(batch, length, tiles.tokens)
-    heads, _, tails, tails_backward, _, heads_backward = range(len(PARTS))
+    pre, _, post, post_backward, _, pre_backward = range(len(PARTS))
     cuts = [sample.cut for sample in samples]
     seconds = [_plane(of_part, _by_tiles, cuts, cut) for of_part in zip(*(sample.seconds for sample in samples), strict=True)]
     in_groups = zip(*(sample.peaks_in(tiles.head_groups) for sample in samples), strict=True)
     of_bytes = [zip(*of_part, strict=True) for of_part in in_groups]
     peaks, stored = zip(*([_plane(b, _by_tokens, cuts, cut) for b in of_part] for of_part in of_bytes), strict=True)
-    forward_s = seconds[heads] + whole.attention_s + seconds[tails]
-    backward_s = seconds[tails_backward] + whole.attention_backward_s + seconds[heads_backward]
-    differs = samples[0].result_differs  # then the heads run again as a part of "tails_backward"
-    born = (forward_s - seconds[tails]) / forward_s if forward_s else 1.0
+    forward_s = seconds[pre] + whole.attention_s + seconds[post]
+    backward_s = seconds[post_backward] + whole.attention_backward_s + seconds[pre_backward]
+    differs = samples[0].result_differs  # then pre runs again as a part of "post_backward"
+    born = (forward_s - seconds[post]) / forward_s if forward_s else 1.0
     carried = Output("input", 1, samples[0].carried_bytes * (cut.tiles - batch))  # a sequence's first tile has none
     return replace(
         whole,
@@ -107,12 +107,12 @@ def in_tiles(
         backward_s=max(0.0, backward_s - whole.gemm_s - whole.replay_s),
         working=working_of(stored),
         working_at_0=working_of(peaks),
-        working_without_attention=working_of(peaks).with_attention(whole.attention_bytes),
+        working_without_attention=working_of(peaks).plus(0, whole.attention_bytes),
         in_tiles=TileCosts(
             cut.tiles,
-            tails_backward_s=max(0.0, seconds[tails_backward] - differs * seconds[heads]),
-            heads_backward_s=seconds[heads_backward],
-            heads_again_s=seconds[heads],
+            post_backward_s=max(0.0, seconds[post_backward] - differs * seconds[pre]),
+            pre_backward_s=seconds[pre_backward],
+            pre_again_s=seconds[pre],
             result_differs=differs,
             working_whole=whole.working,
         ),
@@ -121,8 +121,8 @@ def in_tiles(
 
 def working_of(peaks: Sequence[float]) -> PeakBytes:
     """Return the peak bytes of a layer by those of its PARTS."""
-    forward, (tails, attention, heads) = peaks[:3], peaks[3:]
-    return PeakBytes(round(max(forward)), round(max(tails, attention, heads)), round(max(tails, heads)))
+    forward, (post, attention, pre) = peaks[:3], peaks[3:]
+    return PeakBytes(round(max(forward)), round(max(post, attention, pre)), round(max(post, pre)))
 
 
 def _by_tiles(cut: Cut) -> tuple[int, int]:

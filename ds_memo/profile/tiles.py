@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from ds_memo.placement import Placement, PlacementKind, Tiles
+from ds_memo.profile.caught_call import CaughtCall
 from ds_memo.profile.layer import Bench, alone
-from ds_memo.profile.layer_call import LayerCall
 from ds_memo.profile.live import AllocatedBytes, LiveBytes, bytes_made
 from ds_memo.profile.stopwatch import now, repeats, seconds_between
 from ds_memo.profile.tile_sample import PARTS, TileSample
@@ -30,7 +30,7 @@ _KINDS = (PlacementKind.GEMMS_RECOMPUTED, PlacementKind.ON_DEVICE)
 
 
 def measure_in_tiles(
-    call: LayerCall, lengths: Sequence[int], device: torch.device, attention: str | None = None, gathered: int = 0
+    call: CaughtCall, lengths: Sequence[int], device: torch.device, attention: str | None = None, gathered: int = 0
 ) -> tuple[TileSample, ...]:
     """Measure one layer in tiles.
 
@@ -57,7 +57,7 @@ def measure_in_tiles(
     return tuple(replace(sample, carried_bytes=carried) for sample in samples)
 
 
-def _most_groups(call: LayerCall, length: int, tokens: int, device: torch.device, attention: str | None) -> int:
+def _most_groups(call: CaughtCall, length: int, tokens: int, device: torch.device, attention: str | None) -> int:
     """Return the most groups of heads that the backward of a layer's attention can be divided into."""
     for groups in _GROUPS:
         said: list[str] = []
@@ -73,7 +73,7 @@ def _most_groups(call: LayerCall, length: int, tokens: int, device: torch.device
 
 
 def _measure(
-    call: LayerCall, length: int, tiles: Tiles, groups: int, device: torch.device, attention: str | None, gathered: int
+    call: CaughtCall, length: int, tiles: Tiles, groups: int, device: torch.device, attention: str | None, gathered: int
 ) -> tuple[TileSample, int]:
     """Return a sample, and the bytes that the layer keeps if no GEMM output is stored."""
     with alone(call, length, device) as (fn, args, inputs, trained), closing(Tiling()) as tiling:

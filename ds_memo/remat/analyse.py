@@ -110,7 +110,7 @@ class Analyse(NotingMode):
             self.call.before.about_to_draw(generator)
         frame = self.call.frame  # None while a tile's recipe is made
         if frame is not None and (stream := self.call.engine.streams.current()) != frame.stream:
-            frame.aside.add(stream)
+            frame.side_streams.add(stream)
         sources = self._made_of_all(args, kwargs)
         if self._blank and kind is not OpKind.MUTATES and not func.is_view:
             self.observed.notes.hidden_kernels |= any(
@@ -227,11 +227,11 @@ class Analyse(NotingMode):
 
     def _follow_constants(self, func: Any, given: Any, out: Any) -> bool:
         """Return True if an op reads parameters and constants alone, and note so of its outputs."""
-        alone = func not in op_policy.BLANK and self._without_tokens.issuperset(map(storage_of, tensor_leaves(given)))
-        note = self._without_tokens.add if alone else self._without_tokens.discard
+        constant = func not in op_policy.BLANK and self._without_tokens.issuperset(map(storage_of, tensor_leaves(given)))
+        note = self._without_tokens.add if constant else self._without_tokens.discard
         for tensor in tensor_leaves(out):
             note(storage_of(tensor))
-        return alone
+        return constant
 
     def _made_of(self, tensor: torch.Tensor) -> int:
         storage = storage_of(tensor)
@@ -296,18 +296,18 @@ class Analyse(NotingMode):
         """Copy what was observed of `tensor`, which the layer is about to change in place, so that its present value is kept."""
         storage = storage_of(tensor)
 
-        def aside(value: Any) -> Any:
+        def present_value(value: Any) -> Any:
             if not isinstance(value, torch.Tensor) or storage_of(value) != storage:
                 return value
-            self.observed.set_aside.append(value.clone())
-            return self.observed.set_aside[-1]
+            self.observed.clones.append(value.clone())
+            return self.observed.clones[-1]
 
-        self.observed.inputs = [aside(value) for value in self.observed.inputs]
+        self.observed.inputs = [present_value(value) for value in self.observed.inputs]
         for op in self.observed.ops:
             if isinstance(op, ObservedGemm):
-                op.out = aside(op.out)
+                op.out = present_value(op.out)
             else:
-                op.outputs = tuple(aside(value) for value in op.outputs)
+                op.outputs = tuple(present_value(value) for value in op.outputs)
 
 
 def _of_all_bytes(tensor: torch.Tensor) -> torch.Tensor:

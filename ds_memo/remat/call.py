@@ -109,19 +109,19 @@ class Call:
         """
         frame = self.frame
         self.engine.adopt(frame, self.recipe.layout)
-        set_aside = {id(tensor) for tensor in observed.set_aside}
+        clones = {id(tensor) for tensor in observed.clones}
         for kept, tensor in tensors:
             self.engine.keep(frame, kept, tensor)
-            if frame.aside and not frame.resident:  # it may have been allocated on one of them
+            if frame.side_streams and not frame.resident:  # it may have been allocated on one of them
                 self.engine.streams.record(tensor, D2H)
-            if frame.resident and id(tensor) in set_aside:
+            if frame.resident and id(tensor) in clones:
                 frame.changed.add(kept.index)
         for index, (op, was) in enumerate(zip(self.recipe.ops, observed.ops, strict=True)):
             if isinstance(was, ObservedSavedOp) and isinstance(op, SavedOp) and op.kept is not None:
                 self.loose[index] = tuple(
                     None if kept is not None else value for kept, value in zip(op.kept, was.outputs, strict=True)
                 )
-                if any(id(value) in set_aside for value in self.loose[index]):
+                if any(id(value) in clones for value in self.loose[index]):
                     self.altered.add(index)
 
     def begin_replay(self) -> None:

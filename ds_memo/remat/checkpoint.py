@@ -47,10 +47,9 @@ class Remat:
     ) -> None:
         keep_dynamo_out()
         self.host = LayerHost(engine, policy, warn, attention, observers, isolated, part_begins)
-        self.engine = engine
-        self.work = self.host.work
-        self._policy = policy
-        self._runners: list[LayerRunner] = [*([tiler] if tiler else []), Uncheckpointed(), Recorded()]
+        self.engine, self.work = engine, self.host.work
+        runners: tuple[LayerRunner, ...] = (Uncheckpointed(), Recorded())
+        self._runners = runners if tiler is None else (tiler, *runners)
         self._instead: LayerRun | None = None
 
     def run(self, layer: Layer, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -84,7 +83,7 @@ class Remat:
         if parametrize._cache_enabled:
             _refuse_cached_parameters(layer)
         with stacks_restored():
-            placement = self._policy.placement(layer)
+            placement = self.host.policy.placement(layer)
             return self._run(LayerCall(layer, fn, args, kwargs, placement, preserve_rng_state=preserve_rng_state))
 
     def instead(self, run: LayerRun) -> AbstractContextManager[None]:
@@ -93,7 +92,7 @@ class Remat:
 
     def _run(self, call: LayerCall) -> Any:
         own = call.forward if isinstance(call.forward, OwnForward) and call.recomputes else None
-        for runner in [*([own] if own else []), *self._runners]:
+        for runner in self._runners if own is None else (own, *self._runners):
             why = runner.refusal(call, self.host)
             if why is None:
                 try:
@@ -105,7 +104,7 @@ class Remat:
                 own.refuse(call.layer, why)  # not earlier: the layer's own errors are raised
                 self.host.warn_of(call.layer, UNCOMPILED.format(why))
                 return out
-        raise AssertionError("Recorded runs any call")
+        raise AssertionError("Recorded refuses no call")
 
 
 def _refuse_cached_parameters(layer: Layer) -> None:

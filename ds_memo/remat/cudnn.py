@@ -85,8 +85,9 @@ class _Guard(TorchFunctionMode):
         enable_gqa: bool = False,
     ) -> torch.Tensor:
         def stock() -> torch.Tensor:
-            how = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
-            return F.scaled_dot_product_attention(query, key, value, **how, enable_gqa=enable_gqa)
+            return F.scaled_dot_product_attention(
+                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
 
         elements = max(query.numel(), self._elements)
         masked = attn_mask is not None and any(map(_loses_masks, (query.shape[-2], key.shape[-2])))
@@ -141,15 +142,15 @@ class _InTurn(torch.autograd.Function):
         of_keys, of_values = (torch.zeros_like(x, dtype=torch.float32 if shared else None) for x in (k, v))
         unused = torch.empty((), dtype=torch.int64, device=q.device)  # seed and offset of dropout
         with without_autocast():
-            for mine, theirs in calls:
-                qkv = q[:, mine], k[:, theirs], v[:, theirs]
-                rest = out[:, mine], lse[:, mine].contiguous(), unused, unused, None if bias is None else bias[:, mine]
+            for heads, kv_heads in calls:
+                qkv = q[:, heads], k[:, kv_heads], v[:, kv_heads]
+                rest = out[:, heads], lse[:, heads].contiguous(), unused, unused, None if bias is None else bias[:, heads]
                 lengths = None, None, q.shape[2], k.shape[2]
                 kernel = aten._scaled_dot_product_cudnn_attention_backward
-                found = kernel(gradient[:, mine], *qkv, *rest, *lengths, 0.0, causal, scale=scale)
-                of_queries[:, mine] = found[0]
-                of_keys[:, theirs] += found[1]
-                of_values[:, theirs] += found[2]
+                found = kernel(gradient[:, heads], *qkv, *rest, *lengths, 0.0, causal, scale=scale)
+                of_queries[:, heads] = found[0]
+                of_keys[:, kv_heads] += found[1]
+                of_values[:, kv_heads] += found[2]
         return of_queries, of_keys.to(k.dtype), of_values.to(v.dtype), None, None, None
 
 
@@ -160,11 +161,10 @@ def _forward(
     shape = *q.shape[:3], v.shape[3]
     out = q.new_empty([shape[dim] for dim in order]).permute([order.index(dim) for dim in range(4)])
     lse = q.new_empty(*q.shape[:3], 1, dtype=torch.float32)
-    for mine, theirs in _calls(q, k):
-        of_mine = None if bias is None else bias[:, mine]
-        how = of_mine, True, 0.0, causal, False
-        out[:, mine], lse[:, mine] = aten._scaled_dot_product_cudnn_attention(
-            q[:, mine], k[:, theirs], v[:, theirs], *how, scale=scale
+    for heads, kv_heads in _calls(q, k):
+        bias_of_heads = None if bias is None else bias[:, heads]
+        out[:, heads], lse[:, heads] = aten._scaled_dot_product_cudnn_attention(
+            q[:, heads], k[:, kv_heads], v[:, kv_heads], bias_of_heads, True, 0.0, causal, False, scale=scale
         )[:2]
     return out, lse
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -64,7 +63,7 @@ class LayerRunner(Protocol):
         """
 
 
-class OwnForward(ABC, LayerRunner):
+class OwnForward(LayerRunner):
     """A layer's forward that runs calls of itself, and keeps what their backwards need: one that torch.compile compiled."""
 
     name: str
@@ -72,14 +71,11 @@ class OwnForward(ABC, LayerRunner):
     plain: Callable[..., Any]
     """The same forward, uncompiled."""
 
-    @abstractmethod
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run it and keep nothing."""
 
-    @abstractmethod
-    def refuse(self, layer: Layer, why: str) -> None:
-        """Have a layer run uncompiled from now on. `why` is the message of a CannotRun, as the end of "it …"."""
-
-    @abstractmethod
     def refused(self, layer: Layer) -> str | None:
         """Return why a layer runs uncompiled all the same; None: it does not."""
+
+    def refuse(self, layer: Layer, why: str) -> None:
+        """Have a layer run uncompiled from now on. `why` is the message of a CannotRun, as the end of "it …"."""

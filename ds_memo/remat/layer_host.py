@@ -100,7 +100,7 @@ class LayerHost:
         self.isolated = isolated
         self.part_begins = part_begins
         self.work = Work()
-        self._policy = policy
+        self.policy = policy
         self._attention = attention
         self._sdpa = SDPA.get(attention)
         self._warned: set[tuple[type | None, str]] = set()
@@ -128,8 +128,8 @@ class LayerHost:
         if placement.kind.on_device:
             return placement
         if sizes is not None:
-            placement = self._policy.decide_alpha(layer, placement, *sizes)
-        if self._policy.has_room(host_bytes(placement)):
+            placement = self.policy.decide_alpha(layer, placement, *sizes)
+        if self.policy.has_room(host_bytes(placement)):
             return placement
         kind = WITHOUT_ROOM[way].later if sizes is None else WITHOUT_ROOM[way].first
         if kind is PlacementKind.GEMMS_RECOMPUTED and placement.kind.recomputes_attention:

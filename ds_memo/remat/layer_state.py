@@ -70,7 +70,7 @@ class Settings(NamedTuple):
         )
 
 
-class Part:
+class ModulePart:
     """A module of the layer."""
 
     def __init__(self, path: str, module: nn.Module, weights: Iterable[str]) -> None:
@@ -117,7 +117,7 @@ class Part:
         table, now = self.table, self.settings()
         if now.keys is not settings.keys:
             for name in now.keys - settings.keys:
-                if not is_foreign(name):
+                if not is_deepspeeds(name):
                     del table[name]
         for name, value in zip(settings.names, settings.values, strict=True):
             if table.get(name, _MISSING) is not value:
@@ -135,7 +135,7 @@ class Part:
     def snapshot(self) -> Callable[[], None]:
         """Return a function that puts back, in place, what :meth:`put_in` and a run may change. DeepSpeed's attributes stay."""
         table = self.table
-        own = {name: value for name, value in table.items() if not is_foreign(name)}
+        own = {name: value for name, value in table.items() if not is_deepspeeds(name)}
         held = [
             (value, contents_of(value))
             for name in _OF_EVERY_MODULE
@@ -144,7 +144,7 @@ class Part:
 
         def put_back() -> None:
             for name in table.keys() - own.keys():
-                if not is_foreign(name):
+                if not is_deepspeeds(name):
                     del table[name]
             table.update(own)
             for container, contents in held:
@@ -156,11 +156,11 @@ class Part:
         """Yield each table, name and value of its attributes and buffers."""
         for table in (self.table, self.table["_buffers"]):
             for name, value in table.items():
-                if not (is_foreign(name) or name in _OF_EVERY_MODULE):
+                if not (is_deepspeeds(name) or name in _OF_EVERY_MODULE):
                     yield table, name, value
 
 
-def _name(part: Part, name: str) -> str:
+def _name(part: ModulePart, name: str) -> str:
     return f"{part.path}.{name}" if part.path else name
 
 
@@ -172,7 +172,7 @@ def _is_setting(name: str, value: Any) -> bool:
     if type(value) in (list, tuple):
         return all(type(inner) in PLAIN for inner in value)
     plain = type(value) in PLAIN or (callable(value) and not isinstance(value, (nn.Module, torch.Tensor)))
-    return plain and not is_foreign(name)
+    return plain and not is_deepspeeds(name)
 
 
 class LayerState:
@@ -186,7 +186,7 @@ class LayerState:
     def __init__(self, name: str, module: nn.Module, weights: Sequence[str] = ()) -> None:
         self.name = name
         named = module.named_modules()
-        self.parts = [Part(path, part, weights) for path, part in named if not isinstance(part, torch.jit.ScriptModule)]
+        self.parts = [ModulePart(path, part, weights) for path, part in named if not isinstance(part, torch.jit.ScriptModule)]
         self.find_tensors()
         parameters = {name: each for name, each in module.named_parameters() if isinstance(each, nn.Parameter)}
         self.parameters = [*parameters.values()]
@@ -215,7 +215,7 @@ class Before:
         self._settings = [part.settings() for part in state.parts]
         self._trained = [parameter.requires_grad for parameter in state.parameters]
         self._merged = self._merged_now()
-        self._values: list[tuple[Part, dict[str, Any], str, Any]] = []
+        self._values: list[tuple[ModulePart, dict[str, Any], str, Any]] = []
         self._states = states_of((GLOBAL_GENERATORS if learns else state.generators).values())
         self._copies: dict[int, Any] = {}
         self._learns = learns
@@ -223,7 +223,7 @@ class Before:
             if part.writes or learns:
                 self._copy(part)
 
-    def _copy(self, part: Part) -> None:
+    def _copy(self, part: ModulePart) -> None:
         self._values += [(part, table, name, _Copy(value, self._copies)) for table, name, value in part.places()]
 
     # ---- during the forward
@@ -392,7 +392,7 @@ def unchanged(module: nn.Module) -> Iterator[None]:
             table[name] = value
 
 
-def is_foreign(name: str) -> bool:
+def is_deepspeeds(name: str) -> bool:
     """Return True for an attribute that DeepSpeed keeps in modules: its hooks count by it in every run."""
     return name.startswith(("ds_", "applied_pre_backward", "_original_parameters", "_external_params"))
 

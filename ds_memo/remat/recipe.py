@@ -177,7 +177,7 @@ class Observed:
     wanted: int = 0
     """The GEMMs that a saved tensor depends on, by the lower of their two bits."""
     packs: int = 0
-    set_aside: list[torch.Tensor] = field(default_factory=list)
+    clones: list[torch.Tensor] = field(default_factory=list)
     """Copies of tensors that the layer later changed in place."""
     notes: Notes = field(default_factory=Notes)
 
@@ -225,7 +225,7 @@ class Observed:
         """Drop all tensors. The engine has those that are kept."""
         self.ops.clear()
         self.inputs.clear()
-        self.set_aside.clear()
+        self.clones.clear()
 
     def gemms(self) -> list[ObservedGemm]:
         return [op for op in self.ops if isinstance(op, ObservedGemm)]

@@ -30,11 +30,11 @@ class ReplayCheck:
     """Values of the tensors that autograd saved in a call.
 
     Args:
-        tell: called if the replay's differ.
+        warn: called if the replay's differ.
     """
 
-    def __init__(self, tell: Callable[[str], None]) -> None:
-        self._tell = tell
+    def __init__(self, warn: Callable[[str], None]) -> None:
+        self._warn = warn
         self._taken: list[torch.Tensor] | None = []
         """None: compared."""
 
@@ -74,7 +74,7 @@ class ReplayCheck:
 
     def _compare(self, taken: list[torch.Tensor], again: list[torch.Tensor]) -> None:
         if _differ(taken, again):
-            self._tell(DIFFERS)
+            self._warn(DIFFERS)
 
 
 def _some_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from ds_memo.logits.head import LazyHead, heads_of, owners_of_heads
+from ds_memo.logits.lazy_head import LazyHead, heads_of, owners_of_heads
 from ds_memo.runtime.module_patches import ModulePatches
 
 

@@ -18,9 +18,9 @@ from ds_memo.autotune.tuner import Tuner
 from ds_memo.config import MemoConfig
 from ds_memo.errors import MemoWarning
 from ds_memo.layer_observer import LayerObserver
-from ds_memo.logits.head import LazyHead
+from ds_memo.logits.lazy_head import LazyHead
 from ds_memo.memory.host import budget_bytes, ranks_on_node
-from ds_memo.nvme.home import FileHome
+from ds_memo.nvme.file_home import FileHome
 from ds_memo.nvme.open_files import open_files
 from ds_memo.planned_alloc.runtime import Addresses
 from ds_memo.remat.checkpoint import Remat

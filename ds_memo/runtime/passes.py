@@ -13,7 +13,7 @@ from torch import nn
 from ds_memo.autotune.probe_forward import TrainingPass
 from ds_memo.memory.device import device_usage
 from ds_memo.placement import Tiles
-from ds_memo.profile.layer_call import AsCalled, as_it_is
+from ds_memo.profile.caught_call import AsCalled, as_it_is
 from ds_memo.remat.diagnostics import has_compiled, within_compiled
 from ds_memo.remat.undo import changed, stacks_restored
 from ds_memo.runtime import active_forward, conflicts
@@ -67,7 +67,7 @@ class Passes:
         training = module.training and torch.is_grad_enabled()
         if training:
             parts.slab.budget.pass_begins()
-            parts.engine.settle()
+            parts.engine.free_failed_graphs()
             self._patches.hold()
             if not self.count and conflicts.is_offloaded():
                 parts.warn(conflicts.OFFLOADED)
@@ -115,8 +115,6 @@ class Passes:
             training_pass = TrainingPass(shapes_of(args, kwargs), model, args, kwargs, self._as_called)
             solution = tuner.solve(training_pass, parts.layers, policy.in_flight)
             policy.follow(solution)
-            if solution is not None:
-                parts.slab.pool.lock_ahead(solution.host_blocks)
 
     def _is_long(self, args: tuple, kwargs: dict[str, Any]) -> bool:
         """Return True if an eager norm beside the layers would take more than its share, though layers fit whole."""

@@ -14,7 +14,7 @@ from torch import nn
 from ds_memo.config import MemoConfig
 from ds_memo.errors import MemoError
 from ds_memo.hf.attention import catch_attention, keep_unobserved_attention, use_one_op
-from ds_memo.logits.head import LazyHead
+from ds_memo.logits.lazy_head import LazyHead
 from ds_memo.memory.device import device_usage
 from ds_memo.remat.diagnostics import within_compiled
 from ds_memo.remat.layer import Layer

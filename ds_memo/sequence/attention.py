@@ -20,14 +20,14 @@ from ds_memo.errors import MemoError
 from ds_memo.remat.autocast import cast, without_autocast
 from ds_memo.sequence import kernels
 from ds_memo.sequence.exchange import blocks, shared_by, to_heads, to_tokens
-from ds_memo.sequence.masks import Mask, Plan, plan
-from ds_memo.sequence.parts import Parts
+from ds_memo.sequence.masks import AttentionPlan, Mask, plan
+from ds_memo.sequence.parts import SequenceParts
 from ds_memo.sequence.ranks import SequenceRanks
 
 HARMLESS = ("position_ids", "num_items_in_batch", "shift_labels")
 """Tensors that models hand their attention function and that change nothing in it."""
 
-_plans: weakref.WeakValueDictionary[int, Plan] = weakref.WeakValueDictionary()
+_plans: weakref.WeakValueDictionary[int, AttentionPlan] = weakref.WeakValueDictionary()
 """Plans by number: an op takes no objects."""
 
 
@@ -37,7 +37,7 @@ def attend(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: Any,
-    parts: Parts,
+    parts: SequenceParts,
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
@@ -84,8 +84,8 @@ def _shares(heads: int, key_heads: int, ranks: int) -> tuple[list[list[int]], li
     keys = shared_by(owned, heads, key_heads)
     each = [[head * key_heads // heads for head in of_rank] for of_rank in owned]
     even = all(
-        len(of_rank) % len(mine) == 0 and [mine[i * len(mine) // len(of_rank)] for i in range(len(of_rank))] == of_rank
-        for of_rank, mine in zip(each, keys, strict=True)
+        len(of_rank) % len(own) == 0 and [own[i * len(own) // len(of_rank)] for i in range(len(of_rank))] == of_rank
+        for of_rank, own in zip(each, keys, strict=True)
     )
     return owned, keys if even else each
 
@@ -130,7 +130,7 @@ class _Attention(torch.autograd.Function):
         k: torch.Tensor,
         v: torch.Tensor,
         sinks: torch.Tensor | None,
-        plan: Plan,
+        plan: AttentionPlan,
         scale: float,
         softcap: float,
     ) -> torch.Tensor:
@@ -182,7 +182,7 @@ def _backward(
     v: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
-    plan: Plan,
+    plan: AttentionPlan,
     scale: float,
     softcap: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -198,7 +198,7 @@ def _backward(
             found = kernels.backward(gradient, q, keys, values, out, lse, plan.steps[step], scale, softcap)
             of_queries += found[0]
         del keys, values
-        if travelling is not None:  # the sums for these keys, of the ranks that had them before
+        if travelling is not None:  # the sums for these keys, of the ranks that had them before: the kernel above hid their way
             sums = travelling.wait()
         if found is not None:
             sums[0] += found[1]
@@ -240,7 +240,9 @@ class _Sent:
         self._works = dist.batch_isend_irecv(ops)
 
     def wait(self) -> list[torch.Tensor]:
-        """Have the current stream wait for both. Only then may memory that was sent be used anew."""
+        """Return what has come."""
+        # NCCL sends and receives on a stream of its own. wait() puts an event behind both into the current stream, not the host:
+        # kernels read what came, and the allocator hands out what was sent, only behind it.
         for work in self._works:
             work.wait()
         self._sent = []

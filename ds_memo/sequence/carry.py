@@ -7,7 +7,7 @@ whose states its rank carries. The tables of ds_memo.sequence.mixers name the ar
 
 from __future__ import annotations
 
-import itertools
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,8 +16,8 @@ import torch.nn.functional as F
 
 from ds_memo.remat.layer_call import CannotTile
 from ds_memo.sequence import exchange
-from ds_memo.sequence.mixers import CONVOLUTIONS, FUSED, SCANS, Call, Scan, Spread, on_heads, rows_of
-from ds_memo.sequence.parts import Parts
+from ds_memo.sequence.mixers import CONVOLUTIONS, FUSED, SCANS, MixerCall, Scan, Spread, on_heads, one_by_one
+from ds_memo.sequence.parts import SequenceParts, concatenated
 
 SHORT_STEP = 2.0**-60
 """Time step in which no state decays: exp(SHORT_STEP · A) is 1 in float32 and in float64. A power of two rounds nothing."""
@@ -31,7 +31,7 @@ class Carry:
         stretch: the tile and those of the ranks that share the sequence; None: each rank has whole sequences.
     """
 
-    def __init__(self, given: Sequence[torch.Tensor] | None, stretch: Parts | None = None) -> None:
+    def __init__(self, given: Sequence[torch.Tensor] | None, stretch: SequenceParts | None = None) -> None:
         self._given = given
         self._stretch = stretch
         self.left: list[torch.Tensor] = []
@@ -44,7 +44,7 @@ class Carry:
         """
         if name in FUSED:
             return None
-        call = Call.of(function, args, kwargs)
+        call = MixerCall.of(function, args, kwargs)
         own = CONVOLUTIONS[name].states if name in CONVOLUTIONS else (SCANS[name].state, SCANS[name].final)
         for argument, value in call.values.items():
             if argument in ("cu_seqlens", "seq_idx") and value is not None:
@@ -61,7 +61,7 @@ class Carry:
 
     # ---- convolutions
 
-    def _convolve(self, name: str, call: Call) -> torch.Tensor:
+    def _convolve(self, name: str, call: MixerCall) -> torch.Tensor:
         row = CONVOLUTIONS[name]
         if self._stretch is not None:
             call.refuse_unknown(name, dict.fromkeys((row.x, row.weight, "bias")), row.states)
@@ -79,7 +79,7 @@ class Carry:
         self._leave(behind[:, tokens:])
         return behind.transpose(1, 2), lambda y: y[..., reach : reach + tokens]
 
-    def _halo(self, behind: torch.Tensor, reach: int, stretch: Parts) -> torch.Tensor:
+    def _halo(self, behind: torch.Tensor, reach: int, stretch: SequenceParts) -> torch.Tensor:
         """Return the tokens before this rank's tile, and leave those that end the stretch to the first rank's next tile.
 
         What other ranks carry is zeros that no rank wants: so frames and graphs are alike on all.
@@ -97,46 +97,39 @@ class Carry:
 
     # ---- scans
 
-    def _scan(self, name: str, call: Call) -> Any:
+    def _scan(self, name: str, call: MixerCall) -> Any:
         how, given = SCANS[name], self._next()
         if self._stretch is None:
-            out, state = _run_from(call, call.values, how, given)
+            out, state = _run_from(call, call.values, how, {}, given)
             self._leave(state)
             return (out, None) if how.two else out
-        number = len(self.left)
-        out = on_heads(name, call, how, self._stretch, lambda values, parts: self._by_documents(call, values, how, given, parts))
-        if len(self.left) == number:  # no heads on this rank
-            self._leave(call.values[how.lead].new_zeros(1))
+        states: list[torch.Tensor] = []
+
+        def run(values: dict[str, Any], parts: SequenceParts) -> torch.Tensor:
+            """Run a document at a time: kernels that can be told of documents take no states."""
+            step = functools.partial(_run_from, call, values, how)
+            out, states[:] = one_by_one(values, how, parts, step, given)
+            return out
+
+        out = on_heads(name, call, how, self._stretch, run)
+        self._leave(concatenated(states, 0) if states else call.values[how.lead].new_zeros(1))  # a rank may have no heads
         return out
 
-    def _by_documents(
-        self, call: Call, values: dict[str, Any], how: Scan, given: torch.Tensor | None, stretch: Parts
-    ) -> torch.Tensor:
-        """Run a scan of some heads on a stretch, a document at a time: kernels that can be told of documents take no states."""
-        tokens = {name: dim for name, (dim, _) in how.arguments.items() if dim is not None and values.get(name) is not None}
-        rows, states = [], []
-        for of_batch, starts in rows_of(stretch, values[how.lead].shape[0]):
-            state = None if given is None or starts[0] == 0 else given[of_batch]
-            each = []
-            for start, stop in itertools.pairwise((0, *starts[1:], stretch.length)):
-                own = {name: values[name][of_batch].narrow(dim, start, stop - start) for name, dim in tokens.items()}
-                out, left = _run_from(call, values | own, how, state)
-                each.append(out)
-                state = None
-            rows.append(_joined(each, tokens[how.lead]))
-            states.append(left)
-        self._leave(_joined(states, 0))
-        return _joined(rows, 0)
 
+def _run_from(
+    call: MixerCall, values: Mapping[str, Any], how: Scan, tokens: Mapping[str, Any], state: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run a scan from a state. Return its output, and the state behind it.
 
-def _run_from(call: Call, values: Mapping[str, Any], how: Scan, state: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run a scan from a state. Return its output, and the state behind it."""
+    Args:
+        values, tokens: the call's arguments, and those of them that are of these tokens.
+    """
     if how.state is None:
-        return selective_scan(call, values, state)
-    return call.run({**values, how.state: state} | ({how.final: True} if how.final else {}))
+        return selective_scan(call, {**values, **tokens}, state)
+    return call.run({**values, **tokens, how.state: state} | ({how.final: True} if how.final else {}))
 
 
-def selective_scan(call: Call, values: Mapping[str, Any], given: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def selective_scan(call: MixerCall, values: Mapping[str, Any], given: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Run Mamba-1's scan from a state (b, channels, n). Return its output, and the state behind it.
 
     Its kernel takes no state, and gives the last one no gradient. So n tokens before the tile's write the state, one entry of n
@@ -161,7 +154,3 @@ def selective_scan(call: Call, values: Mapping[str, Any], given: torch.Tensor | 
     if values.get("z") is not None:
         out = out * F.silu(values["z"].float())
     return out.to(values["hidden_states"].dtype), state
-
-
-def _joined(tensors: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
-    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), dim)

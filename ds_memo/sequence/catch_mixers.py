@@ -25,7 +25,7 @@ from ds_memo.remat.undo import changed
 from ds_memo.sequence import exchange
 from ds_memo.sequence.carry import Carry
 from ds_memo.sequence.mixers import CONVOLUTIONS, FUSED, SCANS, WHOLE, Spread, convolution, fitting, scan
-from ds_memo.sequence.parts import Parts, parts_of
+from ds_memo.sequence.parts import SequenceParts, parts_of
 
 _MODELS = "transformers.models."
 _METHODS = ("_rnn_scan",)
@@ -45,9 +45,9 @@ class _UnderWay(threading.local):
         self.modules: list[tuple[nn.Module, Any]] = []
 
     @property
-    def parts(self) -> Parts | None:
+    def parts(self) -> SequenceParts | None:
         noted = self.modules[-1][1] if self.modules else None
-        return noted if isinstance(noted, Parts) else None
+        return noted if isinstance(noted, SequenceParts) else None
 
 
 _UNDER_WAY = _UnderWay()
@@ -88,7 +88,7 @@ def calls_mixers(layer: nn.Module, undo_with: Callable[[Undo], Any] = for_good) 
 
 
 @contextmanager
-def carrying(given: Sequence[torch.Tensor] | None, stretch: Parts | None = None) -> Iterator[Carry]:
+def carrying(given: Sequence[torch.Tensor] | None, stretch: SequenceParts | None = None) -> Iterator[Carry]:
     """Have caught functions run on a tile inside the block. See :class:`Carry`."""
     carry = Carry(given, stretch)
     with changed(_UNDER_WAY, "carry", carry):
@@ -202,7 +202,7 @@ def _around(known: str, function: Callable[..., Any]) -> Callable[..., Any]:
 # ---- hooks
 
 
-def _parts_of(module: nn.Module) -> Parts | None:
+def _parts_of(module: nn.Module) -> SequenceParts | None:
     """Return the parts that a module is in; None inside a module that runs on all tokens."""
     inside_whole = any(type(outer).__name__ in WHOLE for outer, _ in _UNDER_WAY.modules)
     return None if inside_whole else parts_of(module)

@@ -14,7 +14,7 @@ from ds_memo.errors import MemoError
 _IN_ORDER = "Give each rank its part in the order of the ranks, and no token twice (ds_memo.deepspeed.sequence.split does)"
 
 
-class Said(NamedTuple):
+class RankPart(NamedTuple):
     """What a rank tells the others of its part of a batch."""
 
     rows: int
@@ -31,10 +31,10 @@ class Said(NamedTuple):
     """By row, tokens where padding begins or ends. Text goes before the part."""
 
 
-def said_of(rows: int, length: int, positions: torch.Tensor | None, padding: torch.Tensor | None = None) -> Said:
+def describe_part(rows: int, length: int, positions: torch.Tensor | None, padding: torch.Tensor | None = None) -> RankPart:
     """Read a part's positions (rows or 1, n) and its mask of padding (rows, n). Waits for a byte per token."""
     if not length or (positions is None and padding is None):
-        return Said(rows, length, ((),), ((-1, -1),), 0, None)
+        return RankPart(rows, length, ((),), ((-1, -1),), 0, None)
     codes = torch.ones(1, length, dtype=torch.uint8)
     if positions is not None:
         codes = F.pad(positions.diff(dim=1).clamp(0, 2).to(torch.uint8), (1, 0), value=1)
@@ -45,7 +45,7 @@ def said_of(rows: int, length: int, positions: torch.Tensor | None, padding: tor
     before = F.pad(padded, (1, 0))[:, :-1]
     flips = _listed(padded != before) if padded.any() else ((),)
     if positions is None:
-        return Said(rows, length, ((),), ((-1, -1),), 0, None, flips)
+        return RankPart(rows, length, ((),), ((-1, -1),), 0, None, flips)
     gap = None
     leaps = ((steps == 2) & ~padded & ~before).nonzero()
     if len(leaps):
@@ -54,32 +54,32 @@ def said_of(rows: int, length: int, positions: torch.Tensor | None, padding: tor
         gap = row, token, first, second
     borders = _listed(steps[: len(positions)] != 1 if flips == ((),) else steps != 1)
     ends = tuple(map(tuple, positions[:, [0, -1]].tolist()))
-    return Said(rows, length, borders, ends, int(positions.max()) + 1, gap, flips)  # type: ignore[arg-type]
+    return RankPart(rows, length, borders, ends, int(positions.max()) + 1, gap, flips)  # type: ignore[arg-type]
 
 
 def _listed(found: torch.Tensor) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(row.nonzero().flatten().tolist()) for row in found)
 
 
-def documents_of(said: Sequence[Said]) -> tuple[tuple[int, ...], ...]:
+def documents_of(by_rank: Sequence[RankPart]) -> tuple[tuple[int, ...], ...]:
     """Return for each row of whole sequences the first token of each document. Without positions a row is one document.
 
     Raises:
         MemoError: a part neither goes on with a document of the part before nor begins one, or padding is inside a document.
     """
-    for rank, one in enumerate(said):
+    for rank, one in enumerate(by_rank):
         if one.gap is not None:
             row, token, before, after = one.gap
             raise MemoError(
                 f"position_ids of row {row} rise from {before} to {after} at token {token} of rank {rank}'s part; expected steps "
                 "of 1, or a fall where a document begins. Whether a gap is a border cannot be told: number documents without gaps"
             )
-    rows = max(max(len(one.borders), len(one.flips)) for one in said)
-    length = sum(one.length for one in said)
+    rows = max(max(len(one.borders), len(one.flips)) for one in by_rank)
+    length = sum(one.length for one in by_rank)
     documents = []
     for row in range(rows):
         found, flips, passed, before = {0}, set[int](), 0, None
-        for rank, one in enumerate(said):
+        for rank, one in enumerate(by_rank):
             if not one.length:
                 continue
             (first, last), borders, turns = (of_rows[row % len(of_rows)] for of_rows in (one.ends, one.borders, one.flips))
@@ -97,7 +97,7 @@ def documents_of(said: Sequence[Said]) -> tuple[tuple[int, ...], ...]:
                 found.add(passed)
             found.update(passed + border for border in borders)
             passed, before = passed + one.length, last if one.ends != ((-1, -1),) else None
-        if before is not None and before + 1 == begin and not padded and sum(one.length > 0 for one in said) > 1:
+        if before is not None and before + 1 == begin and not padded and sum(one.length > 0 for one in by_rank) > 1:
             raise MemoError(
                 f"position_ids of row {row} begin with {begin} on the first rank, which follows {before}, with which they end on "
                 f"the last: the parts' order is not that of the ranks. {_IN_ORDER}"

@@ -1,6 +1,7 @@
 """What ranks that share a sequence send each other, with its gradient. Tensors are (b, tokens, heads or channels, …).
 
-In a replay each runs again, on all ranks alike.
+In a replay each runs again, on all ranks alike. All collectives here are blocking in the sense of PyTorch: under NCCL the current
+stream waits for an event behind the collective, so kernels issued later read what has come, and the host goes on.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ds_memo.sequence.cache import cache_tensors
-from ds_memo.sequence.parts import Parts, Pieces
+from ds_memo.sequence.parts import Pieces, SequenceParts
 
 Owned = Sequence[Sequence[int]]
 """Numbers of the heads that each rank of a group gets. Ranks may get the same ones, such as a key head that they share."""
@@ -89,7 +90,7 @@ def _all_to_all(x: torch.Tensor, heads: bool, counts: list[int], group: dist.Pro
     return torch.cat([part.view(rows, tokens, count, *rest) for part, count in zip(shares, counts, strict=True)], 2)
 
 
-def gather(x: torch.Tensor, dim: int, parts: Parts) -> torch.Tensor:
+def gather(x: torch.Tensor, dim: int, parts: SequenceParts) -> torch.Tensor:
     """Return all tokens, in order, on every rank, of what holds a part along `dim`. The gradient is the sum of all ranks'."""
     first = x.movedim(dim, 0)
     return parts.sorted(_Gather.apply(first, parts.ranks.group), 0).movedim(0, dim)
@@ -135,15 +136,15 @@ class _Move(torch.autograd.Function):
 
 
 def _moved(x: torch.Tensor, have: Sequence[Pieces], want: Sequence[Pieces], group: dist.ProcessGroup) -> torch.Tensor:
-    ranks, mine = range(len(have)), dist.get_rank(group)
+    ranks, own = range(len(have)), dist.get_rank(group)
     x = x.transpose(0, 1)  # tokens first
-    sent = [[(first, size) for first, _, size in common(have[mine], want[rank])] for rank in ranks]
-    come = [[(at, size) for _, at, size in common(have[rank], want[mine])] for rank in ranks]
+    sent = [[(first, size) for first, _, size in common(have[own], want[rank])] for rank in ranks]
+    come = [[(at, size) for _, at, size in common(have[rank], want[own])] for rank in ranks]
     packed = [x.narrow(0, *place) for places in sent for place in places]
     here, there = ([sum(size for _, size in places) for places in of_rank] for of_rank in (sent, come))
     received = x.new_empty(sum(there), *x.shape[1:])
     dist.all_to_all_single(received, torch.cat([x[:0], *packed]).contiguous(), there, here, group=group)
-    out = x.new_zeros(x.shape[1], sum(stop - start for start, stop in want[mine]), *x.shape[2:])  # no view: it may be written to
+    out = x.new_zeros(x.shape[1], sum(stop - start for start, stop in want[own]), *x.shape[2:])  # no view: it may be written to
     for (at, size), part in zip(
         itertools.chain(*come), received.split([size for places in come for _, size in places]), strict=True
     ):

@@ -10,18 +10,18 @@ from typing import NamedTuple
 from ds_memo.sequence import masks
 from ds_memo.sequence.masks import Band
 
-Span = tuple[int, int]
+Interval = tuple[int, int]
 Limits = tuple[int | None, int | None]
 Borders = tuple[tuple[int, ...], tuple[int, ...]]
 
 
-class Call(NamedTuple):
+class KernelCall(NamedTuple):
     """One call of a kernel, and the part of the tensors that it is given. Each of its queries sees a key."""
 
     row: int | None
     """None: all rows of the batch."""
-    queries: Span
-    keys: Span
+    queries: Interval
+    keys: Interval
     limits: Limits
     """`before` and `after` of a band; for :class:`Flash` its windows."""
     borders: Borders | None = None
@@ -60,12 +60,12 @@ def cut(band: Band, block: int, first: int | None = None, keys: int | None = Non
     before = None if band.before is None else band.before + moved
     after = None if band.after is None else band.after - moved
     borders = sorted({0, q0, q1, *range(q0 + (first or block), q1, block)})
-    run = masks.Run(band.queries, band.keys, before, after)
+    run = masks.MaskRun(band.queries, band.keys, before, after)
     of_keys = [0, band.keys[1]] if keys is None else sorted({0, band.keys[1], *range(band.keys[0], band.keys[1], keys)})
     return masks.bands(band.row, [run], tuple(itertools.pairwise(borders)), tuple(itertools.pairwise(of_keys)))
 
 
-def side_by_side(bands: Iterable[Band], s: int, t: int) -> list[Call]:
+def side_by_side(bands: Iterable[Band], s: int, t: int) -> list[KernelCall]:
     """Return calls of flash attention. One takes bands that follow each other, in queries and keys, and can have equal windows.
 
     Its query i of n sees key j of m if i + m - n - left <= j <= i + m - n + right.
@@ -90,7 +90,7 @@ def side_by_side(bands: Iterable[Band], s: int, t: int) -> list[Call]:
     for queries, keys, windows in groups:
         before, after = (None if high == math.inf else int(low) for low, high in windows)
         borders = tuple(x - queries[0] for x in queries), tuple(x - keys[0] for x in keys)
-        calls.append(Call(None, (queries[0], queries[-1]), (keys[0], keys[-1]), (before, after), borders))
+        calls.append(KernelCall(None, (queries[0], queries[-1]), (keys[0], keys[-1]), (before, after), borders))
     return calls
 
 

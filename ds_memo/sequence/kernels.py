@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ds_memo.sequence.cache import cache_tensors
 from ds_memo.sequence.exchange import index
-from ds_memo.sequence.kernel_calls import Borders, Call, Limits, Span, cut, joined, side_by_side, within_windows
+from ds_memo.sequence.kernel_calls import Borders, Interval, KernelCall, Limits, cut, joined, side_by_side, within_windows
 from ds_memo.sequence.masks import Band
 
 aten = torch.ops.aten
@@ -92,7 +92,7 @@ def backward(
     grad, out = given.laid(grad), given.laid(out)
     by_token = (lse.transpose(0, 1).flatten(1)[None] if work.flat else lse).transpose(1, 2)
 
-    def shares(call: Call) -> Three:
+    def shares(call: KernelCall) -> Three:
         of_queries = [_part(x, call.row, call.queries) for x in (grad, out, by_token)]
         return kernel.backward(of_queries[0], _parts(qkv, call), of_queries[1], of_queries[2].transpose(1, 2), call)
 
@@ -139,11 +139,11 @@ class _Given:
         return total
 
 
-def _part(x: Tensor, row: int | None, tokens: Span) -> Tensor:
+def _part(x: Tensor, row: int | None, tokens: Interval) -> Tensor:
     return x[slice(None) if row is None else slice(row, row + 1), slice(*tokens)]
 
 
-def _parts(qkv: Three, call: Call) -> Three:
+def _parts(qkv: Three, call: KernelCall) -> Three:
     return [_part(x, call.row, span) for x, span in zip(qkv, (call.queries, call.keys, call.keys), strict=True)]
 
 
@@ -154,7 +154,7 @@ def _accumulator(x: Tensor) -> torch.dtype:
 class _Work(NamedTuple):
     """The calls for a list of bands."""
 
-    calls: list[Call]
+    calls: list[KernelCall]
     flat: bool
     """True if rows of the batch lie end to end."""
     one_for_queries: bool
@@ -174,7 +174,7 @@ def _work(kernel: Kernel, bands: tuple[Band, ...], rows: int, s: int, t: int) ->
     return _Work(calls, flat, sides[0] == wholes[0], sides[1] == wholes[1], _once(sides[0]), _once(sides[1]))
 
 
-def _once(spans: Sequence[tuple[int | None, Span]]) -> bool:
+def _once(spans: Sequence[tuple[int | None, Interval]]) -> bool:
     ordered = sorted((row or 0, span) for row, span in spans)
     return all(row != other or stop <= start for (row, (_, stop)), (other, (start, _)) in itertools.pairwise(ordered))
 
@@ -201,29 +201,29 @@ class Kernel:
     one_size = True
     """True if heads of queries and values must be equally large, in multiples of 8."""
 
-    def calls(self, bands: Sequence[Band], rows: int, s: int, t: int) -> list[Call]:
+    def calls(self, bands: Sequence[Band], rows: int, s: int, t: int) -> list[KernelCall]:
         """Return the calls for these bands, in a batch of `rows` rows with `s` queries and `t` keys."""
-        return [Call(*block[:3], block[3:]) for band in joined(bands) for block in self._blocks(band)]
+        return [KernelCall(*block[:3], block[3:]) for band in joined(bands) for block in self._blocks(band)]
 
     def _blocks(self, band: Band) -> Iterable[Band]:
         return [band] if band[3:] in UNMASKED else cut(band, BLOCK)
 
-    def forward(self, qkv: Three, call: Call) -> tuple[Tensor, Tensor]:
+    def forward(self, qkv: Three, call: KernelCall) -> tuple[Tensor, Tensor]:
         """Return output and log-sum-exp of a call, given its part of q, k and v."""
         raise NotImplementedError
 
-    def backward(self, grad: Tensor, qkv: Three, out: Tensor, lse: Tensor, call: Call) -> Three:
+    def backward(self, grad: Tensor, qkv: Three, out: Tensor, lse: Tensor, call: KernelCall) -> Three:
         """Return the gradients of the call's part, by its queries' global `out` and `lse`."""
         raise NotImplementedError
 
 
 class Cpu(Kernel):
-    def forward(self, qkv: Three, call: Call) -> tuple[Tensor, Tensor]:
+    def forward(self, qkv: Three, call: KernelCall) -> tuple[Tensor, Tensor]:
         given = *_swapped(qkv), 0.0, call.limits == CAUSAL
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(*given, attn_mask=_mask(call, qkv[0]), scale=self.scale)
         return out.transpose(1, 2), lse
 
-    def backward(self, grad: Tensor, qkv: Three, out: Tensor, lse: Tensor, call: Call) -> Three:
+    def backward(self, grad: Tensor, qkv: Three, out: Tensor, lse: Tensor, call: KernelCall) -> Three:
         given = *_swapped((grad, *qkv, out)), lse, 0.0, call.limits == CAUSAL
         mask, kernel = _mask(call, qkv[0]), aten._scaled_dot_product_flash_attention_for_cpu_backward
         return _swapped(kernel(*given, attn_mask=mask, scale=self.scale))
@@ -232,21 +232,21 @@ class Cpu(Kernel):
 class Efficient(Kernel):
     """CUDA, in any dtype but float64, with heads of any size."""
 
-    def forward(self, qkv: Three, call: Call) -> tuple[Tensor, Tensor]:
+    def forward(self, qkv: Three, call: KernelCall) -> tuple[Tensor, Tensor]:
         given = *_swapped(qkv), self._bias(call, qkv[0]), True, 0.0, call.limits == CAUSAL
         out, lse, *_ = aten._scaled_dot_product_efficient_attention(*given, scale=self.scale)
         return out.transpose(1, 2), lse[..., : qkv[0].shape[1]]  # it has a multiple of 32
 
-    def backward(self, grad: Tensor, qkv: Three, out: Tensor, lse: Tensor, call: Call) -> Three:
+    def backward(self, grad: Tensor, qkv: Three, out: Tensor, lse: Tensor, call: KernelCall) -> Three:
         *given, out = _swapped((grad, *qkv, out))
         lse = F.pad(lse, (0, -lse.shape[2] % 32), value=math.inf)
         seed = torch.empty((), dtype=torch.int64, device=grad.device)  # of dropout: not read
-        how = seed, seed, 0.0, [True, True, True, False], call.limits == CAUSAL
+        rest = seed, seed, 0.0, [True, True, True, False], call.limits == CAUSAL
         kernel = aten._scaled_dot_product_efficient_attention_backward
-        return _swapped(kernel(*given, self._bias(call, qkv[0]), out, lse, *how, scale=self.scale)[:3])
+        return _swapped(kernel(*given, self._bias(call, qkv[0]), out, lse, *rest, scale=self.scale)[:3])
 
     @staticmethod
-    def _bias(call: Call, q: Tensor) -> Tensor | None:
+    def _bias(call: KernelCall, q: Tensor) -> Tensor | None:
         mask = _mask(call, q)
         return None if mask is None else mask.expand(q.shape[0], q.shape[2], -1, -1)
 
@@ -256,24 +256,24 @@ class Flash(Kernel):
 
     shares_heads = True
 
-    def calls(self, bands: Sequence[Band], rows: int, s: int, t: int) -> list[Call]:
+    def calls(self, bands: Sequence[Band], rows: int, s: int, t: int) -> list[KernelCall]:
         bands = [part for band in joined(bands, True) for part in within_windows(band)]
         if all(band.row is None for band in bands) and len(side_by_side(bands, s, t)) == len(bands):
             return [side_by_side([band], s, t)[0]._replace(borders=None) for band in bands]
         return side_by_side([band._replace(row=r) for r in range(rows) for band in bands if band.row in (None, r)], s, t)
 
-    def forward(self, qkv: Three, call: Call) -> tuple[Tensor, Tensor]:
+    def forward(self, qkv: Three, call: KernelCall) -> tuple[Tensor, Tensor]:
         tensors, rest, windows = self._arguments(call, *qkv)
         out, lse, *_ = aten._flash_attention_forward(*tensors, *rest, False, **windows)
         return (out, lse) if call.borders is None else (out[None], lse[None])
 
-    def backward(self, grad: Tensor, qkv: Three, out: Tensor, lse: Tensor, call: Call) -> Three:
+    def backward(self, grad: Tensor, qkv: Three, out: Tensor, lse: Tensor, call: KernelCall) -> Three:
         tensors, rest, windows = self._arguments(call, grad, *qkv, out, lse.contiguous())
         seed = torch.empty(2, dtype=torch.uint64, device=grad.device)  # of dropout: not read
         grads = aten._flash_attention_backward(*tensors, *rest, seed, seed, **windows)
         return grads if call.borders is None else [x[None] for x in grads]
 
-    def _arguments(self, call: Call, *tensors: Tensor) -> tuple[Three, tuple[Any, ...], dict[str, Any]]:
+    def _arguments(self, call: KernelCall, *tensors: Tensor) -> tuple[Three, tuple[Any, ...], dict[str, Any]]:
         """Return the tensors, what follows them up to is_causal, and the named arguments."""
         causal = call.limits == (None, 0)
         windows = {"scale": self.scale, "window_size_left": call.limits[0], "window_size_right": call.limits[1]}
@@ -292,14 +292,14 @@ class Math(Kernel):
     def _blocks(self, band: Band) -> Iterable[Band]:
         return cut(band, SIDE, keys=SIDE)
 
-    def forward(self, qkv: Three, call: Call) -> tuple[Tensor, Tensor]:
+    def forward(self, qkv: Three, call: KernelCall) -> tuple[Tensor, Tensor]:
         q, k, v = _swapped(qkv)
         logits, _ = self._logits(q, k, call, slopes=False)
         lse = logits.logsumexp(-1)
         out = _product(logits.sub_(lse[..., None]).exp_().to(v.dtype), v)
         return out.transpose(1, 2).to(q.dtype), lse
 
-    def backward(self, grad: Tensor, qkv: Three, out: Tensor, lse: Tensor, call: Call) -> Three:
+    def backward(self, grad: Tensor, qkv: Three, out: Tensor, lse: Tensor, call: KernelCall) -> Three:
         grad, q, k, v, out = _swapped((grad, *qkv, out))
         logits, slope = self._logits(q, k, call, slopes=True)
         shares = logits.sub_(lse[..., None]).exp_()
@@ -307,7 +307,7 @@ class Math(Kernel):
         inner = _product(grad, v.mT).sub_(dot).mul_(shares).mul_(slope).to(q.dtype)
         return _swapped((_product(inner, k), _product(inner.mT, q), _product(shares.to(grad.dtype).mT, grad)))
 
-    def _logits(self, q: Tensor, k: Tensor, call: Call, slopes: bool) -> tuple[Tensor, Tensor | float]:
+    def _logits(self, q: Tensor, k: Tensor, call: KernelCall, slopes: bool) -> tuple[Tensor, Tensor | float]:
         """Return logits, and if asked for their slopes by the products of queries and keys."""
         logits, slope = _product(q, k.mT), self.scale
         if self.softcap:
@@ -332,7 +332,7 @@ def _swapped(tensors: Iterable[Tensor]) -> list[Tensor]:
     return [x.transpose(1, 2) for x in tensors]
 
 
-def _mask(call: Call, like: Tensor, unmasked: Sequence[Limits] = UNMASKED) -> Tensor | None:
+def _mask(call: KernelCall, like: Tensor, unmasked: Sequence[Limits] = UNMASKED) -> Tensor | None:
     """Return what to add to logits (queries, keys). Rows are a multiple of 16 apart, as CUDA's kernel wants it."""
     if call.limits in unmasked:
         return None

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ds_memo.sequence.parts import Parts, Pieces
+from ds_memo.sequence.parts import Pieces, SequenceParts
 from ds_memo.sequence.ranks import SequenceRanks
 
 
@@ -27,7 +27,7 @@ class Mask:
         kind: "causal"; "window", the last `size` tokens; "chunk", those of the same `size` tokens, counted from the document's
             first; "both", all tokens of the document; "table".
         table: first and last key of each query (rows, s), on the host; for "table" alone. Documents limit it, too.
-        plans: of a table, by Parts: they end with it.
+        plans: of a table, by SequenceParts: they end with it.
         parts: whole sequences on one rank; None: those of the module that attends.
         dense: returns the tensor, if `parts` are there.
     """
@@ -35,8 +35,8 @@ class Mask:
     kind: str = "causal"
     size: int = 0
     table: tuple[torch.Tensor, torch.Tensor] | None = field(default=None, compare=False)
-    plans: dict[Parts, Plan] | None = field(default=None, compare=False)
-    parts: Parts | None = field(default=None, compare=False)
+    plans: dict[SequenceParts, AttentionPlan] | None = field(default=None, compare=False)
+    parts: SequenceParts | None = field(default=None, compare=False)
     dense: Callable[[], torch.Tensor] | None = field(default=None, compare=False, repr=False)
 
     # As a tensor's, because models look.
@@ -47,7 +47,7 @@ class Mask:
         return self.ndim
 
 
-class Run(NamedTuple):
+class MaskRun(NamedTuple):
     """Neighbouring queries, and the keys that they see. None: as far as `keys` reach."""
 
     queries: tuple[int, int]
@@ -73,7 +73,7 @@ class Band(NamedTuple):
 
 
 @dataclass(eq=False)
-class Plan:
+class AttentionPlan:
     """What attention of one kind computes on this rank.
 
     Args:
@@ -84,9 +84,9 @@ class Plan:
     steps: list[list[Band]]
 
 
-def plan(parts: Parts, mask: Mask) -> Plan:
+def plan(parts: SequenceParts, mask: Mask) -> AttentionPlan:
     """Return the plan of a mask, worked out once for a forward."""
-    known: dict[Any, Plan] = parts.plans if mask.plans is None else mask.plans
+    known: dict[Any, AttentionPlan] = parts.plans if mask.plans is None else mask.plans
     key = (mask.kind, mask.size) if mask.plans is None else parts  # not the mask, whose `dense` holds tensors of a forward
     found = known.get(key)
     if found is None:
@@ -94,13 +94,13 @@ def plan(parts: Parts, mask: Mask) -> Plan:
     return found
 
 
-def _plan(parts: Parts, mask: Mask) -> Plan:
+def _plan(parts: SequenceParts, mask: Mask) -> AttentionPlan:
     ring, own = parts.ranks.ring, parts.ranks.ring_number
     rows = list(runs(parts, mask))
     alike = len(rows) == 1 or all(row == rows[0] for row in rows)
-    numbered: list[tuple[int | None, list[Run]]] = [(None, rows[0])] if alike else list(enumerate(rows))
+    numbered: list[tuple[int | None, list[MaskRun]]] = [(None, rows[0])] if alike else list(enumerate(rows))
     queries = parts.pieces_of_ring(own)
-    return Plan(
+    return AttentionPlan(
         parts.ranks,
         [
             [band for row, of_row in numbered for band in bands(row, of_row, queries, parts.pieces_of_ring((own - step) % ring))]
@@ -109,7 +109,7 @@ def _plan(parts: Parts, mask: Mask) -> Plan:
     )
 
 
-def runs(parts: Parts, mask: Mask) -> Iterator[list[Run]]:
+def runs(parts: SequenceParts, mask: Mask) -> Iterator[list[MaskRun]]:
     """Yield each row's runs."""
     if mask.table is not None:
         for row in range(max(len(mask.table[0]), len(parts.documents))):
@@ -122,11 +122,11 @@ def runs(parts: Parts, mask: Mask) -> Iterator[list[Run]]:
             edges = [*range(start, stop, mask.size), stop] if mask.kind == "chunk" else [start, stop]
             before = mask.size - 1 if mask.kind == "window" else None
             after = None if mask.kind == "both" else 0
-            found += [Run(edge, edge, before, after) for edge in itertools.pairwise(edges)]
+            found += [MaskRun(edge, edge, before, after) for edge in itertools.pairwise(edges)]
         yield found
 
 
-def _runs_of_table(lo: torch.Tensor, hi: torch.Tensor, starts: Sequence[int], parts: Parts) -> list[Run]:
+def _runs_of_table(lo: torch.Tensor, hi: torch.Tensor, starts: Sequence[int], parts: SequenceParts) -> list[MaskRun]:
     """Cut queries where their first or last key neither stays nor moves by one, and where what it does changes."""
     borders = torch.tensor((*starts, parts.length))
     document = torch.bucketize(torch.arange(len(lo)), borders, right=True)
@@ -143,13 +143,13 @@ def _runs_of_table(lo: torch.Tensor, hi: torch.Tensor, starts: Sequence[int], pa
     for query, until, from_key, to_key, moving in torch.stack([first, last, edges[0][first], edges[1][last], move], 1).tolist():
         before = query - from_key if moving & 1 else None
         after = to_key - until if moving & 2 else None
-        found.append(Run((query, until + 1), (from_key, to_key + 1), before, after))
+        found.append(MaskRun((query, until + 1), (from_key, to_key + 1), before, after))
     if parts.length > parts.unpadded:
-        found.append(Run((parts.unpadded, parts.length), (parts.unpadded, parts.length), None, 0))
+        found.append(MaskRun((parts.unpadded, parts.length), (parts.unpadded, parts.length), None, 0))
     return found
 
 
-def bands(row: int | None, of_row: Sequence[Run], queries: Pieces, keys: Pieces) -> Iterator[Band]:
+def bands(row: int | None, of_row: Sequence[MaskRun], queries: Pieces, keys: Pieces) -> Iterator[Band]:
     """Yield the bands of the runs that meet these queries and keys."""
     query_at = 0
     for first, last in queries:
@@ -171,7 +171,7 @@ def bands(row: int | None, of_row: Sequence[Run], queries: Pieces, keys: Pieces)
         query_at += last - first
 
 
-def _met(run: Run, queries: tuple[int, int], keys: tuple[int, int]) -> Run | None:
+def _met(run: MaskRun, queries: tuple[int, int], keys: tuple[int, int]) -> MaskRun | None:
     """Return the part of a run with these queries and keys, and its limits counted from the part's first; None: there is none."""
     q0, q1 = max(run.queries[0], queries[0]), min(run.queries[1], queries[1])
     k0, k1 = max(run.keys[0], keys[0]), min(run.keys[1], keys[1])
@@ -191,4 +191,4 @@ def _met(run: Run, queries: tuple[int, int], keys: tuple[int, int]) -> Run | Non
         before = None
     if after is not None and after >= k1 - k0 - 1:
         after = None
-    return Run((q0, q1), (k0, k1), before, after)
+    return MaskRun((q0, q1), (k0, k1), before, after)

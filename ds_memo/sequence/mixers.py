@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from ds_memo.errors import MemoError
 from ds_memo.sequence import exchange
 from ds_memo.sequence.cache import cache_tensors
-from ds_memo.sequence.parts import Parts, Pieces
+from ds_memo.sequence.parts import Pieces, SequenceParts, concatenated
 
 # ---- a call of a caught function
 
@@ -52,7 +52,7 @@ class Scan:
 
 
 @dataclass
-class Call:
+class MixerCall:
     """A call's arguments by the names that the table knows; its caller gives them by position or by keyword."""
 
     function: Callable[..., Any]
@@ -60,7 +60,7 @@ class Call:
     values: dict[str, Any]
 
     @classmethod
-    def of(cls, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+    def of(cls, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> MixerCall:
         names = _names(function)[: len(args)]
         return cls(function, names, dict(zip(names, args, strict=True)) | dict(kwargs))
 
@@ -112,14 +112,14 @@ def _closed_over(function: Callable[..., Any]) -> dict[str, Any]:
     return dict(zip(code.co_freevars, (cell.cell_contents for cell in cells), strict=True)) if cells else {}
 
 
-def fitting(parts: Parts, tokens: int, name: str) -> Parts:
+def fitting(parts: SequenceParts, tokens: int, name: str) -> SequenceParts:
     """Return the parts of a call with so many tokens: a profile calls layers with fewer."""
     if tokens > parts.own:
         raise MemoError(f"{name} got {tokens} tokens, this rank's part has {parts.own}. Set use_cache=False")
     return parts if tokens == parts.own else parts.shortened(tokens)
 
 
-def rows_of(parts: Parts, batch: int) -> Iterator[tuple[slice, tuple[int, ...]]]:
+def rows_of(parts: SequenceParts, batch: int) -> Iterator[tuple[slice, tuple[int, ...]]]:
     """Yield rows of the batch with one list of documents."""
     documents = parts.documents
     if all(row == documents[0] for row in documents):
@@ -131,9 +131,11 @@ def rows_of(parts: Parts, batch: int) -> Iterator[tuple[slice, tuple[int, ...]]]
 # ---- convolutions
 
 
-def convolution(name: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], parts: Parts) -> Any:
+def convolution(
+    name: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], parts: SequenceParts
+) -> Any:
     """Run a causal convolution of (b, channels, tokens) on this rank's tokens, in one call."""
-    call = Call.of(function, args, kwargs)
+    call = MixerCall.of(function, args, kwargs)
     row = CONVOLUTIONS[name]
     call.refuse_unknown(name, dict.fromkeys((row.x, row.weight, "bias")), row.states)
     x = call.values[row.x]
@@ -150,7 +152,7 @@ class Spread:
         halos: (b, pieces · reach, channels), if they are here already.
     """
 
-    def __init__(self, x: torch.Tensor, reach: int, parts: Parts, halos: torch.Tensor | None = None) -> None:
+    def __init__(self, x: torch.Tensor, reach: int, parts: SequenceParts, halos: torch.Tensor | None = None) -> None:
         self._places: list[list[tuple[int, int]]] = []
         x = x.transpose(1, 2)  # where tokens lie one after another, the kernel's layout stays
         halos = _halos(x, reach, parts) if halos is None else halos
@@ -161,19 +163,16 @@ class Spread:
             self._places.append(places)
         longest = max(row.shape[1] for row in rows)
         even = [row if row.shape[1] == longest else F.pad(row, (0, 0, 0, longest - row.shape[1])) for row in rows]
-        self.x = (even[0] if len(even) == 1 else torch.cat(even)).transpose(1, 2)
+        self.x = concatenated(even, 0).transpose(1, 2)
 
     def gathered(self, y: torch.Tensor) -> torch.Tensor:
         """Return the outputs (b, channels, tokens) of this rank's tokens alone."""
         rows = [y] if len(self._places) == 1 else y.split(1)
-        out = []
-        for row, places in zip(rows, self._places, strict=True):
-            kept = [row.narrow(2, *place) for place in places]
-            out.append(kept[0] if len(kept) == 1 else torch.cat(kept, 2))
-        return out[0] if len(out) == 1 else torch.cat(out)
+        pairs = zip(rows, self._places, strict=True)
+        return concatenated([concatenated([row.narrow(2, *place) for place in places], 2) for row, places in pairs], 0)
 
 
-def _halos(x: torch.Tensor, reach: int, parts: Parts) -> torch.Tensor:
+def _halos(x: torch.Tensor, reach: int, parts: SequenceParts) -> torch.Tensor:
     """Return the tokens before each of this rank's pieces (b, pieces · reach, channels); zeros before the sequence.
 
     Every rank's graph holds the exchange, that of the first rank, too: otherwise the others' backward would wait for it.
@@ -203,13 +202,15 @@ def _segments(
 # ---- scans
 
 
-def scan(name: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], parts: Parts) -> Any:
+def scan(name: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], parts: SequenceParts) -> Any:
     """Run a scan with all tokens of some heads."""
-    call, how = Call.of(function, args, kwargs), SCANS[name]
+    call, how = MixerCall.of(function, args, kwargs), SCANS[name]
     return on_heads(name, call, how, parts, lambda values, parts: _by_documents(call, values, how, parts))
 
 
-def on_heads(name: str, call: Call, how: Scan, parts: Parts, run: Callable[[dict[str, Any], Parts], torch.Tensor]) -> Any:
+def on_heads(
+    name: str, call: MixerCall, how: Scan, parts: SequenceParts, run: Callable[[dict[str, Any], SequenceParts], torch.Tensor]
+) -> Any:
     """Give each rank all tokens of some heads. A rank may have none: its graph still holds every exchange.
 
     Args:
@@ -230,11 +231,11 @@ def on_heads(name: str, call: Call, how: Scan, parts: Parts, run: Callable[[dict
     return (states, None) if how.two else states
 
 
-def _share(x: torch.Tensor, where: Argument, owned: exchange.Owned, parts: Parts) -> torch.Tensor:
+def _share(x: torch.Tensor, where: Argument, owned: exchange.Owned, parts: SequenceParts) -> torch.Tensor:
     """Return what this rank's heads need of an argument."""
-    mine, heads = owned[parts.ranks.number], sum(map(len, owned))
+    own, heads = owned[parts.ranks.number], sum(map(len, owned))
     if where.tokens is None:
-        return x.narrow(where.heads, mine[0] if mine else 0, len(mine))
+        return x.narrow(where.heads, own[0] if own else 0, len(own))
     if where.heads is None:
         whole = exchange.gather(x.byte() if x.dtype == torch.bool else x, where.tokens, parts)  # gloo gathers no bool
         return whole.to(x.dtype)
@@ -243,8 +244,8 @@ def _share(x: torch.Tensor, where: Argument, owned: exchange.Owned, parts: Parts
     x = exchange.to_heads(x.movedim((where.tokens, where.heads), (1, 2)), needed, parts.ranks.group)
     x = parts.sorted(x, 1)
     here = needed[parts.ranks.number]
-    group_of = [here.index(head * groups // heads) for head in mine]
-    if group_of != [head * len(here) // len(mine) for head in range(len(mine))] or (mine and len(mine) % len(here)):
+    group_of = [here.index(head * groups // heads) for head in own]
+    if group_of != [head * len(here) // len(own) for head in range(len(own))] or (own and len(own) % len(here)):
         x = x.index_select(2, exchange.index(tuple(group_of), x.device))  # not each group serves as many of this rank's heads
     return x.movedim((1, 2), (where.tokens, where.heads))
 
@@ -255,7 +256,7 @@ def _nothing(values: Mapping[str, Any], how: Scan) -> torch.Tensor:
     return values[how.lead] + sum(value.flatten()[:0].sum() for value in given if value.is_floating_point())
 
 
-def _by_documents(call: Call, values: dict[str, Any], how: Scan, parts: Parts) -> torch.Tensor:
+def _by_documents(call: MixerCall, values: dict[str, Any], how: Scan, parts: SequenceParts) -> torch.Tensor:
     """Run a scan of some heads so that no state passes from a document to the next: in one call where a kernel can be told."""
 
     def states(**others: Any) -> torch.Tensor:
@@ -264,21 +265,47 @@ def _by_documents(call: Call, values: dict[str, Any], how: Scan, parts: Parts) -
 
     if parts.one_document:
         return states()
-    tokens = {name: dim for name, (dim, _) in how.arguments.items() if dim is not None and values.get(name) is not None}
     batch, device = values[how.lead].shape[0], values[how.lead].device
     if _takes(call.function, how.packed):
         if how.packed == "seq_idx":
             return states(seq_idx=_numbers(parts.documents, parts.length, batch, device))
-        one_row = {name: values[name].flatten(0, 1)[None] for name in tokens}  # fla wants it
+        one_row = {name: values[name].flatten(0, 1)[None] for name in _with_tokens(values, how)}  # fla wants it
         return states(cu_seqlens=_borders(parts.documents, parts.length, batch, device), **one_row)[0].unflatten(0, (batch, -1))
-    rows = []
-    for of_batch, starts in rows_of(parts, batch):
+    return one_by_one(values, how, parts, lambda document, _: (states(**document), None))[0]
+
+
+def one_by_one(
+    values: dict[str, Any],
+    how: Scan,
+    parts: SequenceParts,
+    run: Callable[[dict[str, Any], Any], tuple[torch.Tensor, Any]],
+    given: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, list[Any]]:
+    """Run a scan of some heads, a document at a time. Return its output, and by row the state behind the last document.
+
+    Args:
+        run: returns output and state of a document, given its arguments and the state before it.
+        given: the state before the first token, of a document that goes on there.
+    """
+    tokens = _with_tokens(values, how)
+    rows, states = [], []
+    for of_batch, starts in rows_of(parts, values[how.lead].shape[0]):
+        state = None if given is None or starts[0] == 0 else given[of_batch]
         each = []
-        for start, stop in itertools.pairwise((*starts, parts.length)):
-            own = {name: values[name][of_batch].narrow(dim, start, stop - start) for name, dim in tokens.items()}
-            each.append(states(**own))
-        rows.append(torch.cat(each, tokens[how.lead]))
-    return rows[0] if len(rows) == 1 else torch.cat(rows)
+        for start, stop in itertools.pairwise((0, *starts[1:], parts.length)):
+            out, left = run(
+                {name: values[name][of_batch].narrow(dim, start, stop - start) for name, dim in tokens.items()}, state
+            )
+            each.append(out)
+            state = None
+        rows.append(concatenated(each, tokens[how.lead]))
+        states.append(left)
+    return concatenated(rows, 0), states
+
+
+def _with_tokens(values: Mapping[str, Any], how: Scan) -> dict[str, int]:
+    """Return the dimension of tokens of each argument that has them."""
+    return {name: dim for name, (dim, _) in how.arguments.items() if dim is not None and values.get(name) is not None}
 
 
 @cache_tensors(16)

@@ -25,13 +25,13 @@ from ds_memo.remat.undo import changed
 from ds_memo.sequence.ranks import SequenceRanks
 
 PARTS = "_ds_memo_parts"
-"""Attribute of every module of a sequence-parallel decoder: the Parts of the forward under way, or of the latest one. None: it
-has whole sequences. A replay under memo puts back what its forward saw."""
+"""Attribute of every module of a sequence-parallel decoder: the SequenceParts of the forward under way, or of the latest one.
+None: it has whole sequences. A replay under memo puts back what its forward saw."""
 Pieces = tuple[tuple[int, int], ...]
 """First token, and the one behind the last, of each piece in the order in which a rank holds them."""
 
 
-class Parts:
+class SequenceParts:
     """The parts of one forward's sequences.
 
     Args:
@@ -56,7 +56,7 @@ class Parts:
         """What attention has worked out, by its mask."""
         self.striped: dict[int, Any] = {}
         """The same sequences in tiles (ds_memo.sequence.striped), by tokens of a tile."""
-        self._shortened: dict[int, Parts] = {}
+        self._shortened: dict[int, SequenceParts] = {}
         self.among_others = False
         """True while forwards on other parts wait for their backwards, too."""
 
@@ -109,19 +109,18 @@ class Parts:
             of_ring: it has tokens of this rank's Ulysses group alone.
         """
         have = self._by_rank_of_ring if of_ring else self._by_rank
-        return _joined(x, dim, have, sorted(have))
+        return _in_order(x, dim, have, sorted(have))
 
     def by_rank(self, x: torch.Tensor, dim: int, of_ring: bool = False) -> torch.Tensor:
         """Undo :meth:`sorted`."""
         want = self._by_rank_of_ring if of_ring else self._by_rank
-        return _joined(x, dim, sorted(want), want)
+        return _in_order(x, dim, sorted(want), want)
 
     def own_of(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
         """Return this rank's part of a tensor with all tokens in order."""
-        parts = [whole.narrow(dim, start, stop - start) for start, stop in self.pieces]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+        return concatenated([whole.narrow(dim, start, stop - start) for start, stop in self.pieces], dim)
 
-    def shortened(self, own: int) -> Parts:
+    def shortened(self, own: int) -> SequenceParts:
         """Return the first `own` tokens of each part, as a profile calls layers with. Documents go on across the cuts."""
         if own not in self._shortened:
             kept = [(start, stop) for number in range(self.ranks.size) for start, stop in cut(self.pieces_of(number), 0, own)]
@@ -131,21 +130,21 @@ class Parts:
                 before = [sum(max(0, min(stop, border) - start) for start, stop in kept) for border in row]
                 rows.append(tuple(sorted(set(before) - {own * self.ranks.size} | {0})))
             halves = own * self.ranks.ulysses % 2 == 0  # else a zigzag would be padded, and its parts longer than those asked for
-            self._shortened[own] = Parts(self.ranks, own * self.ranks.size, rows, self.zigzag and halves)
+            self._shortened[own] = SequenceParts(self.ranks, own * self.ranks.size, rows, self.zigzag and halves)
         return self._shortened[own]
 
 
-PLAIN.add(Parts)
+PLAIN.add(SequenceParts)
 OF_LATEST.add(PARTS)
 
 
-def parts_of(module: nn.Module) -> Parts | None:
+def parts_of(module: nn.Module) -> SequenceParts | None:
     """Return what a module of a sequence-parallel decoder runs on; None: whole sequences.
 
     Raises:
         MemoError: a checkpoint runs it again in a backward, and which forward's parts it had cannot be told.
     """
-    parts: Parts | None = vars(module).get(PARTS)
+    parts: SequenceParts | None = vars(module).get(PARTS)
     if parts is not None and parts.among_others and torch._C._current_graph_task_id() != -1 and not inside_a_layer():
         raise MemoError(
             f"{type(module).__name__} is recomputed in a backward, after forwards of other lengths or documents, and ranks that "
@@ -156,7 +155,7 @@ def parts_of(module: nn.Module) -> Parts | None:
 
 
 @contextmanager
-def running_on(module: nn.Module, parts: Parts | None) -> Iterator[None]:
+def running_on(module: nn.Module, parts: SequenceParts | None) -> Iterator[None]:
     """Have a layer run on other parts inside the block; None: as it does."""
     with ExitStack() as stack:
         for inner in () if parts is None else module.modules():
@@ -165,12 +164,17 @@ def running_on(module: nn.Module, parts: Parts | None) -> Iterator[None]:
         yield
 
 
-def _joined(x: torch.Tensor, dim: int, have: Sequence[tuple[int, int]], want: Sequence[tuple[int, int]]) -> torch.Tensor:
+def _in_order(x: torch.Tensor, dim: int, have: Sequence[tuple[int, int]], want: Sequence[tuple[int, int]]) -> torch.Tensor:
     """Return the pieces of a tensor in another order. No index goes to the device, for which the host would wait."""
     if have == want:
         return x
     parts = dict(zip(have, x.split([stop - start for start, stop in have], dim), strict=True))
     return torch.cat([parts[piece] for piece in want], dim)
+
+
+def concatenated(tensors: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
+    """Return tensors one after another; of one no copy."""
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), dim)
 
 
 def cut(pieces: Pieces, first: int, last: int) -> Pieces:

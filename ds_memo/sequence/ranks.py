@@ -81,13 +81,13 @@ def ranks_of(group: dist.ProcessGroup, ulysses: int) -> SequenceRanks:
 
 def _subgroups(of: list[list[int]], backend: str | None = None) -> dist.ProcessGroup:
     """Make all of these groups and return this rank's."""
-    mine: dist.ProcessGroup | None = None
+    own: dist.ProcessGroup | None = None
     default = dist.group.WORLD
     device = torch.device("cpu" if torch.device("cpu") in default._device_types else "cuda")
     timeout = default._get_backend(device).options._timeout  # else a lost rank would be waited for half an hour
     for ranks in of:
         group = dist.new_group(ranks, timeout=timeout, backend=backend)
         if dist.get_rank() in ranks:
-            mine = group
-    assert mine is not None
-    return mine
+            own = group
+    assert own is not None
+    return own

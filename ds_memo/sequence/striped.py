@@ -17,11 +17,11 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ds_memo.sequence.exchange import move
-from ds_memo.sequence.parts import Parts, Pieces
+from ds_memo.sequence.parts import Pieces, SequenceParts
 from ds_memo.spans import Span
 
 
-class Striped(Parts):
+class Striped(SequenceParts):
     """Parts of which each tile is next to the other ranks' tiles of its number.
 
     Args:
@@ -30,12 +30,12 @@ class Striped(Parts):
         rows: sequences, if fewer than `parts` has.
     """
 
-    def __init__(self, parts: Parts, tile: int, rows: int | None = None) -> None:
+    def __init__(self, parts: SequenceParts, tile: int, rows: int | None = None) -> None:
         super().__init__(parts.ranks, parts.length, parts.documents[:rows], zigzag=False)
         self.unpadded = parts.unpadded
         self._outside = parts.all_pieces
         self._tile = tile
-        self._stretches: dict[tuple[int, ...], Parts] = {}
+        self._stretches: dict[tuple[int, ...], SequenceParts] = {}
         self._arguments: Any = WeakTensorKeyDictionary()
 
     def pieces_of(self, number: int) -> Pieces:
@@ -79,7 +79,7 @@ class Striped(Parts):
         within = any(len(row) > 1 or (row[0] == 0 and span.tokens.start > 0) for row in documents)
         return within or len(set(documents)) > 1
 
-    def stretch(self, span: Span, packed: bool = True) -> Parts:
+    def stretch(self, span: Span, packed: bool = True) -> SequenceParts:
         """Return the parts of a stretch, whose tokens count from its begin. A document that began before it begins below 0.
 
         Args:
@@ -90,11 +90,11 @@ class Striped(Parts):
         if key not in self._stretches:
             rows = self.documents[span.rows] if len(self.documents) > 1 else self.documents
             documents = [_within(row, start, stop) for row in rows] if packed else [(-start,)]
-            self._stretches[key] = Parts(self.ranks, stop - start, documents, zigzag=False)
+            self._stretches[key] = SequenceParts(self.ranks, stop - start, documents, zigzag=False)
         return self._stretches[key]
 
 
-def striped(parts: Parts, tile: int) -> Striped:
+def striped(parts: SequenceParts, tile: int) -> Striped:
     """Return the same sequences in tiles; the same object for each layer of a forward."""
     if tile not in parts.striped:
         parts.striped[tile] = Striped(parts, tile)

@@ -1,4 +1,4 @@
-"""Clocks of the files behind the host in one step: the schedule of ds_memo.nvme.home.
+"""Clocks of the files behind the host in one step: the schedule of ds_memo.nvme.file_home.
 
 A block's position is the sum of the blocks before it. The host holds the blocks from one position to another, and drops the first
 of them as it needs room.
@@ -69,7 +69,6 @@ class FileClocks:
     Args:
         timings: one per layer.
         blocks: bytes of each layer's host blocks.
-        apart: bytes of attention's, of a layer in tiles that has a frame for it.
         files: the swapped blocks of the first so many layers are written.
         note: as in Schedule.at.
     """
@@ -79,7 +78,6 @@ class FileClocks:
         run: RunCosts,
         timings: Sequence[LayerTiming],
         blocks: Sequence[int],
-        apart: Sequence[int],
         alpha: float,
         files: int,
         note: Note = not_noted,
@@ -90,8 +88,11 @@ class FileClocks:
         self._nvme, self._host_budget, self._note = run.nvme, run.host_budget, note
         self._timings, self._alpha, self._files = timings, alpha, files
         self._begins = [0, *accumulate(blocks)]
-        self._blocks = [_blocks(*of_layer) for of_layer in zip(timings, self._begins, blocks, apart, strict=False)]
-        self._in_order = [blocks for of_layer in self._blocks for blocks in of_layer]
+        self._blocks = [
+            _Blocks(begin, count := 1 if timing.tiles is None else timing.tiles.count, nbytes / count)
+            for timing, begin, nbytes in zip(timings, self._begins, blocks, strict=False)
+        ]
+        self._in_order = [blocks for blocks in self._blocks if blocks.nbytes]
         self._write = self._read = 0.0
         self._at = 0
         """Number in order: the forward drops what is below, the backward has read what is above."""
@@ -105,13 +106,11 @@ class FileClocks:
     # ---- forward
 
     def make_room(self, index: int, now: float) -> float:
-        """Wait until the host has room for a layer's blocks, each as it is allocated: tiles' one after another in the layer's
-        heads, attention's behind it. Return when compute goes on."""
-        *apart, tiles = self._blocks[index]
-        begin, timing, budget = self._begins[index], self._timings[index], self._host_budget
-        now = self._drop(begin + tiles.nbytes - budget, now, 0.0)
-        now = self._drop(begin + tiles.count * tiles.nbytes - budget, now, timing.heads_s * (1 - 1 / tiles.count))
-        return self._drop(self._begins[index + 1] - budget, now, timing.attended_s) if apart else now
+        """Wait until the host has room for a layer's blocks, each as it is allocated: tiles' one after another before its
+        attention. Return when compute goes on."""
+        tiles, pre_s, budget = self._blocks[index], self._timings[index].pre_s, self._host_budget
+        now = self._drop(tiles.begin + tiles.nbytes - budget, now, 0.0)
+        return self._drop(self._begins[index + 1] - budget, now, pre_s * (1 - 1 / tiles.count))
 
     def _drop(self, position: float, now: float, after: float) -> float:
         """Free the host of all blocks up to a position, `after` seconds from now: compute waits until they are written."""
@@ -141,38 +140,27 @@ class FileClocks:
         ):  # when attention is over, and all copies of what is before; a tile's with its part of the rest
             copies_s, copied_s = timing.copies_at(self._alpha, until=timing.attended_s)
             sent = max(began + timing.attended_s, before + copies_s, began + copied_s)
-        for blocks in self._blocks[index]:
-            each, begin = blocks.nbytes / self._nvme.write_bytes_per_s, max(self._write, sent)
-            if blocks.count == 1:
-                blocks.first_written = blocks.last_written = self._write = begin + each
-            else:
-                begin = max(self._write, sent + (timing.forward_s - timing.attended_s) / blocks.count)
-                blocks.first_written = begin + each
-                blocks.last_written = self._write = max(begin + blocks.count * each, all_sent + each)
-            self._note(WRITE, "write", index, begin, self._write)
+            sent += (timing.forward_s - timing.attended_s) / timing.tiles.count
+        blocks = self._blocks[index]
+        each, begin = blocks.nbytes / self._nvme.write_bytes_per_s, max(self._write, sent)
+        blocks.first_written = begin + each
+        blocks.last_written = self._write = max(begin + blocks.count * each, all_sent + each)
+        self._note(WRITE, "write", index, begin, self._write)
 
     # ---- backward
 
     def written_above(self, index: int, now: float) -> float:
         """Wait until the blocks of the layer above are written, as they are freed. Return when compute goes on."""
-        if index + 1 < self._files:
-            for blocks in self._blocks[index + 1]:
-                now = self._wait(now, blocks.last_written)
-        return now
+        above = index + 1
+        return self._wait(now, self._blocks[above].last_written) if above < self._files and self._blocks[above].nbytes else now
 
     def wait_for_tiles(self, index: int, now: float) -> float:
         """Wait for the blocks of a layer in tiles, as its backward comes to them. Return when compute goes on."""
-        *apart, tiles = self._blocks[index]
-        timing = self._timings[index]
-        now = self._wait(now, now + tiles.late(now, timing.first_pass_s(self._alpha)))
-        for attention in apart:  # wanted behind the first pass
-            if attention.reads:
-                now = self._wait(now, attention.reads[-1][-1] - (timing.heads_again_s or 0.0))
-        return now
+        return self._wait(now, now + self._blocks[index].late(now, self._timings[index].first_pass_s(self._alpha)))
 
     def is_read(self, index: int) -> float:
         """Return the moment when a whole layer's block is on the host."""
-        (blocks,) = self._blocks[index]
+        blocks = self._blocks[index]
         if blocks.in_file:
             return math.inf
         return blocks.reads[-1][-1] if blocks.reads else 0.0
@@ -202,14 +190,3 @@ class FileClocks:
             if blocks.in_file:
                 return
             self._at -= 1
-
-
-def _blocks(timing: LayerTiming, begin: int, nbytes: int, apart: int) -> list[_Blocks]:
-    """Return a layer's blocks in the order of writes: attention's, if it has a frame of its own, and tiles'."""
-    if nbytes == 0:
-        return []
-    if timing.tiles is None:
-        return [_Blocks(begin, 1, nbytes)]
-    count = timing.tiles.count
-    first = [_Blocks(begin, 1, apart)] if apart else []
-    return [*first, _Blocks(begin + apart, count, (nbytes - apart) / count)]

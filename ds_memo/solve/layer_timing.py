@@ -48,10 +48,10 @@ class LayerTiming:
     """Not None: a swapped frame is reloaded tile by tile, during the layer's own backward."""
     reload_input_s: float = 0.0
     reload_first_s: float = 0.0
-    """Seconds to reload attention's frame behind the heads that a backward in tiles begins with."""
-    heads_again_s: float | None = None
-    """Seconds of those heads; None: it does not begin with them."""
-    heads_s: float = 0.0
+    """Seconds to reload attention's frame behind the part before attention that a backward in tiles begins with."""
+    pre_again_s: float | None = None
+    """Seconds of that part; None: it does not begin with it."""
+    pre_s: float = 0.0
     attended_s: float = 0.0
     """Seconds before attention, and until it is over, in a forward in tiles."""
 
@@ -61,11 +61,11 @@ class LayerTiming:
         replay_s += 0.0 if kind >= PlacementKind.ON_DEVICE else layer.gemm_s
         replay_s += layer.attention_s if kind.recomputes_attention else 0.0
         tiles = None if kind is PlacementKind.NO_RECOMPUTE else layer.in_tiles
-        again_s, begins_with_heads = layer.attention_s if kind.recomputes_attention else 0.0, False
+        again_s, begins_with_pre = layer.attention_s if kind.recomputes_attention else 0.0, False
         if tiles is not None and (kind.recomputes_attention or tiles.result_differs):
-            again_s, begins_with_heads = again_s + tiles.heads_again_s, True
+            again_s, begins_with_pre = again_s + tiles.pre_again_s, True
         if tiles is not None and kind.recomputes_attention and not tiles.result_differs:
-            replay_s += tiles.heads_again_s
+            replay_s += tiles.pre_again_s
         if kind.on_device:
             return cls(layer.forward_s, layer.backward_s, replay_s, 0.0, again_s, tiles=tiles)
         copies: list[tuple[float, float, float]] = []
@@ -76,7 +76,7 @@ class LayerTiming:
                 split += output.nbytes
                 copies.append((born_s, 0.0, seconds))
             elif output.role != "attention" or not kind.recomputes_attention:
-                if output.role == "attention" and begins_with_heads:
+                if output.role == "attention" and begins_with_pre:
                     first += output.nbytes
                 else:
                     whole += output.nbytes
@@ -95,8 +95,8 @@ class LayerTiming:
             tiles=tiles,
             reload_input_s=layer.nbytes("input") / run.h2d_bytes_per_s,
             reload_first_s=first / run.h2d_bytes_per_s,
-            heads_again_s=tiles.heads_again_s if tiles is not None and begins_with_heads else None,
-            heads_s=max(0.0, attended_s - layer.attention_s) if tiles else 0.0,
+            pre_again_s=tiles.pre_again_s if tiles is not None and begins_with_pre else None,
+            pre_s=max(0.0, attended_s - layer.attention_s) if tiles else 0.0,
             attended_s=attended_s if tiles else 0.0,
         )
 
@@ -126,22 +126,22 @@ class LayerTiming:
         evenly among the others: as long as these are more, each of them stands between two of the others.
         """
         assert self.tiles is not None
-        count, heads_s = self.tiles.count, self.tiles.heads_backward_s
-        computed = self.tiles.tails_backward_s / count, (self.tiles.tails_backward_s - self.saved_s) / count
+        count, pre_s = self.tiles.count, self.tiles.pre_backward_s
+        computed = self.tiles.post_backward_s / count, (self.tiles.post_backward_s - self.saved_s) / count
         reloaded = self.reload_s / count, (self.reload_s + self.reload_per_alpha) / count
         both_0, both_1 = max(computed[0], reloaded[0]), max(computed[1], reloaded[1])
         mixed = max(computed[0], reloaded[1]) + max(computed[1], reloaded[0])
         others = both_0 if alpha <= 0.5 else both_1
-        tails_s = count * (abs(1 - 2 * alpha) * others + min(alpha, 1 - alpha) * mixed)
-        attention_s = self.backward_s + self.replay_s - self.tiles.tails_backward_s - heads_s
-        waits_s = max(0.0, self.reload_input_s - heads_s)
-        if self.heads_again_s is not None:
-            waits_s += max(0.0, self.reload_input_s - self.heads_again_s)
-            waits_s += max(0.0, self.reload_first_s - self.heads_again_s / count)
-        backward_s = tails_s + attention_s + heads_s + waits_s
-        return backward_s, tails_s - (self.tiles.tails_backward_s - self.saved_s * alpha) + waits_s
+        post_s = count * (abs(1 - 2 * alpha) * others + min(alpha, 1 - alpha) * mixed)
+        attention_s = self.backward_s + self.replay_s - self.tiles.post_backward_s - pre_s
+        waits_s = max(0.0, self.reload_input_s - pre_s)
+        if self.pre_again_s is not None:
+            waits_s += max(0.0, self.reload_input_s - self.pre_again_s)
+            waits_s += max(0.0, self.reload_first_s - self.pre_again_s / count)
+        backward_s = post_s + attention_s + pre_s + waits_s
+        return backward_s, post_s - (self.tiles.post_backward_s - self.saved_s * alpha) + waits_s
 
     def first_pass_s(self, alpha: float) -> float:
         """Return the seconds of the pass over tiles that a backward begins with, without waits."""
         assert self.tiles is not None
-        return self.tiles.tails_backward_s - self.saved_s * alpha if self.heads_again_s is None else self.heads_again_s
+        return self.tiles.post_backward_s - self.saved_s * alpha if self.pre_again_s is None else self.pre_again_s

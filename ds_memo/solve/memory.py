@@ -122,7 +122,7 @@ def _in_tiles(layer: LayerCosts, tiles: TileCosts, placement: Placement) -> tupl
     small = layer.smallest_frame_bytes if again or tiles.result_differs else layer.small_frame_bytes
     large = small + layer.frame_bytes - layer.small_frame_bytes
     at_0 = layer.working_without_attention if again else layer.working_at_0
-    stored = layer.working.with_attention(layer.attention_bytes) if again else layer.working
+    stored = layer.working.plus(0, layer.attention_bytes) if again else layer.working
     # The tile that runs and the next one. Stored tiles are neighbours only if they are more than the others.
     neighbours = [(2 * small, at_0)] if alpha == 0 else [(small + large, at_0)] if alpha < 1 else []
     if alpha > 0.5:

@@ -24,8 +24,6 @@ _WORTH = 1e-3
 """Least relative gain for which files are written: drives wear."""
 _WAITS = 1e-3
 """Share of a step. Waits that are shorter are no constraint."""
-_ALPHAS = 20
-"""Alphas that are tried evenly, before those around the best."""
 
 
 def larger_host(run: RunCosts) -> RunCosts:
@@ -101,7 +99,7 @@ def _best_alpha(run: RunCosts, found: Solution) -> Solution | None:
     alpha, best_s = found.alpha, seconds(found.alpha)
     if best_s > found.step_s * (1 + _WORTH):
         cap = 1.0 if device_bytes(run, found.kinds, 1.0) <= run.device_budget else 0.0
-        alpha = min(best_alpha(seconds, cap, _ALPHAS), found.alpha, key=seconds)
+        alpha = min(best_alpha(seconds, cap), found.alpha, key=seconds)
         best_s = seconds(alpha)
     return judged(run, alpha, found.kinds, "", schedule.files(alpha) or 0) if best_s < math.inf else None
 

@@ -52,26 +52,26 @@ class PeakBytes:
     tiles_backward: int = 0
     """The same without attention's backward, if the layer runs in tiles."""
 
-    def with_attention(self, nbytes: int) -> PeakBytes:
-        """Return these bytes with attention's output next to them in the backward."""
-        return replace(self, backward=self.backward + nbytes, tiles_backward=self.tiles_backward + nbytes)
+    def plus(self, forward: int, backward: int) -> PeakBytes:
+        """Return these bytes with others next to them."""
+        return PeakBytes(self.forward + forward, self.backward + backward, self.tiles_backward + backward)
 
 
 @dataclass(frozen=True)
 class TileCosts:
-    """What is different in a layer that runs in tiles. Its frame is one of each tile: two of them are on the device at once.
+    """What is different in a layer that runs in tiles. Each tile has a frame, and two of these are on the device at once.
 
-    In attention's backward it is one tile's hidden states, of which the next part begins.
+    During attention's backward only one tile's input is on the device.
     """
 
     count: int
     """Number of tiles."""
-    tails_backward_s: float
+    post_backward_s: float
     """Seconds of what follows attention in the backward, at alpha 0. All that is stored is reloaded meanwhile."""
-    heads_backward_s: float
+    pre_backward_s: float
     """Seconds of what comes before attention. The input is reloaded meanwhile, once more."""
-    heads_again_s: float = 0.0
-    """Seconds of what comes before attention, run once more as the backward begins: if attention is recomputed, or here:"""
+    pre_again_s: float = 0.0
+    """Seconds of what comes before attention, run once more as the backward begins, if attention is recomputed or if:"""
     result_differs: bool = False
     """True if attention's result is not its kernel's output (Ulysses): that is kept, in one frame, and the backward makes the
     result of it again, which is in its seconds."""

@@ -100,7 +100,7 @@ class Schedule:
         """
         of_timings = [timing.at(alpha) for timing in self._timings]
         timings, layers = self.timings, [of_timings[number] for number in self._numbers]
-        drives = self._drives(alpha, files, note) if files else None
+        drives = FileClocks(self.run, timings, self.blocks(alpha), alpha, files, note) if files else None
         now = out = back = 0.0  # when compute, and the streams to and from the host, are done with their work so far
         before = 0.0  # when the copies of all swapped layers but the latest are over
         d2h_stall = h2d_stall = 0.0
@@ -164,8 +164,3 @@ class Schedule:
             now += layer.backward_s
             note(COMPUTE, "backward", index, replayed, now)
         return Step(alpha, now, d2h_stall, h2d_stall, 0.0 if drives is None else drives.stall_s)
-
-    def _drives(self, alpha: float, files: int, note: Note) -> FileClocks:
-        apart = [layer.tile_blocks(kind)[0] if layer.in_tiles and not kind.on_device else 0 for layer, kind in self._distinct]
-        apart_of_layers = [apart[number] for number in self._numbers]
-        return FileClocks(self.run, self.timings, self.blocks(alpha), apart_of_layers, alpha, files, note)

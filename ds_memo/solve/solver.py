@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 
-from ds_memo.solve.alpha import best_alpha
+from ds_memo.solve.alpha import ALPHA_STEPS, best_alpha
 from ds_memo.solve.last_resort import last_resort
 from ds_memo.solve.memory import device_bytes, host_cap, most_that_fit, swapped_bytes
 from ds_memo.solve.nvme import configured, larger_host, refused, with_files
@@ -251,7 +251,7 @@ def _why_zero(run: RunCosts, kinds: Kinds, resident_layers: int | None) -> str:
 
 def _link(schedule: Schedule, alpha: float) -> str:
     """Return the sentence that names the copies that limit alpha: those whose stalls grow most beyond it."""
-    here, there = schedule.at(alpha), schedule.at(min(1.0, alpha + 0.01))
+    here, there = schedule.at(alpha), schedule.at(min(1.0, alpha + 1 / ALPHA_STEPS))
     to_host = there.d2h_stall_s - here.d2h_stall_s >= there.h2d_stall_s - here.h2d_stall_s
     stall = here.d2h_stall_s + here.h2d_stall_s
     waits = f", stalls {stall:.3g} s a step" if stall > 1e-3 * here.seconds else ""

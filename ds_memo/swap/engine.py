@@ -13,7 +13,7 @@ Host blocks are the home's (ds_memo.swap.home): they stay in host memory, or go 
 
 Nothing here computes or imports torch. The same schedule stands in two more places:
 
-    ds_memo.nvme.home        when host blocks are written to files and read back
+    ds_memo.nvme.file_home   when host blocks are written to files and read back
     ds_memo.solve.schedule   its seconds as recurrences, for solver and estimator; tests/solve compares them with this engine on
                              streams and files that only keep time
 """
@@ -147,7 +147,7 @@ class SwapEngine:
         frame.versions[kept.index] = source._version
         if not frame.resident:
             if (stream := self.streams.current()) != frame.stream:  # the layer computes on a stream of its own for a while
-                frame.aside.add(stream)
+                frame.side_streams.add(stream)
                 self.streams.record(source, D2H)
             self._send()
             self._unsent = (frame, kept, source, self.streams.mark(COMPUTE))
@@ -159,16 +159,18 @@ class SwapEngine:
             if source.untyped_storage()._cdata != storage:
                 continue
             unsent = self._unsent is not None and self._unsent[2] is source
-            if not frame.resident and not unsent:  # its copy is under way: next time, wait for this copy alone
+            if not frame.resident and not unsent:
+                # d2h may still read what compute is about to overwrite. The event is that of all copies so far; from the next
+                # call on `changed_early` has one recorded behind this copy alone.
                 frame.layout.changed_early.add(index)
                 self.streams.wait(COMPUTE, frame.copied.get(index) or self.streams.mark(D2H))
                 del frame.device[index]
                 continue
-            aside = frame.device[index] = source.clone()
-            self._guard({index: aside}, frame.stream, D2H)
-            frame.versions[index] = aside._version
+            copy = frame.device[index] = source.clone()
+            self._guard({index: copy}, frame.stream, D2H)
+            frame.versions[index] = copy._version
             if unsent:
-                self._unsent = (frame, frame.layout.kept[index], aside, self.streams.mark(COMPUTE))
+                self._unsent = (frame, frame.layout.kept[index], copy, self.streams.mark(COMPUTE))
             else:
                 frame.changed.add(index)
 
@@ -193,7 +195,7 @@ class SwapEngine:
     def abort(self, frame: Frame) -> None:
         """Drop a frame once its copies are over: its layer raised, or it has no backward."""
         self._unsent = None
-        if frame.rows:
+        if frame.rows:  # d2h may still read the device memory and write to the block, which both are freed here
             self.streams.wait(COMPUTE, self.streams.mark(D2H))
         frame.device.clear()
         frame.free_block(self.slab)
@@ -237,9 +239,9 @@ class SwapEngine:
             if frame.state in ("away", "done"):
                 self.traffic.frames_on_demand += 1
                 self._reload(frame)
-            self.streams.wait(COMPUTE, frame.back)
+            self.streams.wait(COMPUTE, frame.back)  # behind h2d's last copy to the buffer, which the replay reads
             self._guard(frame.slots, frame.buffer_stream, self.streams.current())
-            for stream in frame.aside:  # the replay reads its part there
+            for stream in frame.side_streams:  # the replay reads its part there
                 self._record(frame.slots, stream)
             frame.move("ready")
         if below is not None and below.ahead and not below.resident and below.state in ("away", "done") and self.home.has(below):
@@ -262,7 +264,7 @@ class SwapEngine:
 
     # ---- both
 
-    def settle(self) -> None:
+    def free_failed_graphs(self) -> None:
         """Free, before a training forward begins, the memory that a backward which raised still holds.
 
         Autograd's queue keeps nodes of such a graph, and so their frames, alive until another backward runs (PyTorch 2.11 to
@@ -289,7 +291,7 @@ class SwapEngine:
 
     def _close(self) -> None:
         self._unsent = None
-        try:
+        try:  # device memory and blocks are freed below, which copies in both directions may still use
             self.streams.wait(COMPUTE, self.streams.mark(D2H))
             self.streams.wait(COMPUTE, self.streams.mark(H2D))
             for ref in self._stack:
@@ -310,7 +312,7 @@ class SwapEngine:
             return
         frame, kept, source, produced = self._unsent
         self._unsent = None
-        self.streams.wait(D2H, produced)
+        self.streams.wait(D2H, produced)  # an event on compute: d2h must not read before the kernel has written
         rows = frame.rows[kept.index] = kept.rows_in(frame.block)  # type: ignore[arg-type]  # None where no byte is stored
         for there, here in kept.pairs(rows, source):
             self.streams.copy(D2H, there, here)
@@ -321,7 +323,7 @@ class SwapEngine:
     def _let_go(self, frame: Frame | None) -> None:
         if frame is None or frame.state != "swapping":
             return
-        self.streams.wait(COMPUTE, frame.sent)
+        self.streams.wait(COMPUTE, frame.sent)  # the memory goes back to compute, and d2h reads it until then
         self._guard(frame.device, frame.stream, D2H)
         frame.check_unchanged()
         frame.device.clear()
@@ -341,7 +343,8 @@ class SwapEngine:
             ) from refusal
         frame.back, frame.buffer_stream = None, self.streams.current()
         frame.move("returning")
-        self.streams.wait(H2D, self.streams.mark(COMPUTE))  # whose last work may still read where the buffer lies
+        # The allocator gave the buffer memory that work on compute may still read: h2d writes behind it.
+        self.streams.wait(H2D, self.streams.mark(COMPUTE))
         for kept in wanted:
             if kept.index not in frame.rows:  # the call left its recipe before it was kept
                 continue
@@ -354,6 +357,7 @@ class SwapEngine:
     def _send_away(self, frame: Frame | None) -> None:
         """Drop the buffer of a frame that was reloaded ahead but is not next after all. Otherwise there would be three."""
         if frame is not None and frame.state == "returning":
+            # The buffer's memory goes back to compute, and h2d may still write to it.
             self.streams.wait(COMPUTE, frame.back or self.streams.mark(H2D))
             self._guard(frame.slots, frame.buffer_stream, H2D)
             frame.slots.clear()
@@ -421,6 +425,7 @@ class SwapEngine:
 
     def _finish(self, pending: PendingFree) -> None:
         """Make compute wait for the copies of a dead frame, and the host for its transfers."""
+        # The copy stream may still use what is freed: d2h reads the device memory and writes to the block, h2d the other way.
         if pending.state in ("recording", "swapping"):
             self.streams.wait(COMPUTE, pending.sent or self.streams.mark(D2H))
         elif pending.state == "returning":

@@ -174,7 +174,7 @@ class Frame:
         """Events behind the copies of tensors that may change before that, by index."""
         self.stream: Any = None
         """The compute stream that its layer began on."""
-        self.aside: set[Any] = set()
+        self.side_streams: set[Any] = set()
         """Other compute streams, on which the layer makes some of what is kept."""
         self.buffer_stream: Any = None
         """The compute stream that the reload buffer was allocated on."""
@@ -186,7 +186,7 @@ class Frame:
         self.first_only = False
         """True if the next replay wants no more than the first tensor: the reload brings no other."""
         self.filed: Any = None
-        """The home's side of the frame; see ds_memo.nvme.home."""
+        """The home's side of the frame; see ds_memo.nvme.file_home."""
         self._defer = defer
 
     @property

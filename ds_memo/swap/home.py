@@ -1,7 +1,7 @@
 """The home of host blocks: where they wait between the copies out and back.
 
 The engine calls these methods as a frame goes through its states. This home leaves blocks in host memory;
-:class:`ds_memo.nvme.home.FileHome` writes them on to files and reads them back.
+:class:`ds_memo.nvme.file_home.FileHome` writes them on to files and reads them back.
 """
 
 from __future__ import annotations

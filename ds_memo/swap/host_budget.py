@@ -137,7 +137,7 @@ class HostBudget:
                 "memory. Train both models in one thread, or give each a memo.host_memory_gib of its own"
             )
         self.pool.forward_in = here
-        self.pool.settle()
+        self.pool.recount()
         self.pool.drain()
         if any(not budget.has_share and budget.needs is None for budget in self._at_once()):
             gc.collect()  # graphs that were dropped do not wait
@@ -150,6 +150,7 @@ class HostBudget:
     def forward_over(self) -> None:
         """Say that the pass's forward is over: it will allocate nothing more."""
         self._reserved = None
+        self.pool.tell_of_locking()
         if self.pool.forward_in is current_thread():
             self.pool.forward_in = None
 
@@ -204,8 +205,6 @@ def shared_pool(host_memory_gib: float | None, device: torch.device) -> HostPool
 def promised_bytes(beside: HostPool) -> int:
     """Bytes that models of this process with other pools than `beside` may still take from the system."""
     others = [pool for pool in _pools.values() if pool is not beside]
-    for pool in _pools.values():
-        pool.finish_locking()  # else what it has of the system's memory so far is no one's
     if others:
         gc.collect()  # a model that was dropped without detach() keeps its slab in reference cycles
     return sum(max(0, pool.limit - pool.size) for pool in others)

@@ -16,7 +16,9 @@ There are no locks; host_budget.py says why.
 
 from __future__ import annotations
 
+import os
 import sys
+import time
 import weakref
 from bisect import bisect_left
 from collections import deque
@@ -30,12 +32,14 @@ from typing import Any
 import torch
 
 from ds_memo.errors import MemoError
-from ds_memo.memory.numa import node_of
+from ds_memo.memory.numa import node_of, on
 from ds_memo.swap import pinned_segments
-from ds_memo.swap.lock_ahead import LockAhead, lock, segments_for
 from ds_memo.swap.pinned_segments import PAGE, Segment
 from ds_memo.swap.streams import finish_abandoned
 from ds_memo.units import GIB
+
+_TOLD_S = 1.0
+"""Seconds of locking that are worth a line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +62,7 @@ class Range:
 
 
 class HostPool:
-    """Allocates ranges. It never holds more bytes than the most that were allocated at once, or that `lock_ahead` was told of.
+    """Allocates ranges. It never holds more bytes than the most that were allocated at once.
 
     Args:
         device: copies from and to the memory. For a CUDA device the memory is locked (cudaHostRegister).
@@ -80,13 +84,14 @@ class HostPool:
         self.forward_in: Thread | None = None
         """The thread in which a client's training forward runs. It stays set if that was interrupted."""
         self.locked_bytes, self.locking_s = 0, 0.0
-        """Bytes that were locked so far, and the seconds that this took, on whatever thread."""
+        """Bytes that were locked so far, and the seconds that this took."""
+        self._told_bytes, self._told_s = 0, 0.0
+        """Those of them that `tell_of_locking` has printed."""
         self.most = sys.maxsize
         """The most bytes that the system has not refused; `why_no_more` is its error."""
         self.why_no_more = ""
         self.given = 0
         """The most bytes that were held when the system refused more, or since."""
-        self._ahead: LockAhead | None = None
         self._segments: list[Segment] = []
         self._free_ranges: list[Range] = []
         self._unsettled = False
@@ -104,12 +109,12 @@ class HostPool:
     @contextmanager
     def changing(self) -> Iterator[None]:
         """Let a client allocate or free a block, and note inside that it has."""
-        self.settle()
+        self.recount()
         self._unsettled = True
         yield
         self._unsettled = False
 
-    def settle(self) -> None:
+    def recount(self) -> None:
         """Find out from the clients' blocks which ranges are free, if Ctrl-C came while they changed hands."""
         if not self._unsettled:
             return
@@ -155,25 +160,8 @@ class HostPool:
         if not self._freed_on <= {stream}:  # other streams' copies may still use it, and no event orders them
             torch.cuda.synchronize(self.device)
             self._freed_on.clear()
-        self._take_locked(nbytes)
         if (missing := self.used + nbytes - self.size) > 0:
             self._grow(missing, wanted_by)
-
-    def lock_ahead(self, blocks: Sequence[int]) -> None:
-        """Begin to lock memory for blocks of these bytes, whole pages, on a thread. `allocate` waits for it."""
-        if not self.pinned or sum(blocks) <= self.size:
-            return
-        self._take_locked(0)
-        if self._ahead is None and (sizes := segments_for(blocks, self.size, min(self.limit, self.most) - self.size)):
-            try:
-                self._ahead = LockAhead(sizes, self.device, self.node)
-            except RuntimeError:  # no thread is to be had: frames lock their memory themselves
-                return
-            weakref.finalize(self, self._ahead.stopped.set)
-
-    def finish_locking(self) -> None:
-        """Wait for what is being locked on a thread, so that `size` is all that the pool holds of the system's memory."""
-        self._take_locked(None)
 
     def free(self, pieces: Sequence[Range]) -> None:
         """Free these ranges. The stream that they were allocated on must already wait for all copies from and to them."""
@@ -203,9 +191,6 @@ class HostPool:
 
     def release(self) -> None:
         """Release all idle segments to the system."""
-        if self._ahead is not None:
-            self._ahead.stop()
-            self._ahead = None
         self.free_lost()
         self._release(self._idle())
         self.most, self.why_no_more, self.given = sys.maxsize, "", 0  # the next model asks the system anew
@@ -224,29 +209,13 @@ class HostPool:
             nbytes -= piece.nbytes
         return pieces
 
-    def _take_locked(self, nbytes: int | None) -> None:
-        """Take over segments that a thread has locked. Wait for as many as a block of `nbytes` needs; None: for all."""
-        while (ahead := self._ahead) is not None:
-            locked = ahead.take(wait=nbytes is None or not self._has_free(nbytes))
-            if locked is not None:
-                self._add(*locked)
-            elif ahead.is_over:
-                self._ahead = None
-            else:
-                return
-
-    def _has_free(self, nbytes: int) -> bool:
-        """Return True if `nbytes` are free, in no more segments than they need."""
-        together = min(nbytes, pinned_segments.SEGMENT)
-        return self.size - self.used >= nbytes and any(free.nbytes >= together for free in self._free_ranges)
-
     def _grow(self, missing: int, wanted_by: str) -> None:
         if (held := self.size) + missing <= self.most:
             nbytes, size = missing + self._swallow(missing), 0
             try:
                 while nbytes:
                     size = min(nbytes, pinned_segments.SEGMENT)
-                    self._add(*(lock(size, self.node) if self.pinned else (pinned_segments.map_pages(size), 0.0)))
+                    self._add(self._mapped(size))
                     nbytes -= size
                 return
             except MemoError as error:
@@ -254,13 +223,29 @@ class HostPool:
                 self.most = max(self.given, self.size + size - PAGE)
         raise Refused(f"host memory: {wanted_by} needs {missing / GIB:.3g} GiB more; {self.why_no_more}")
 
-    def _add(self, segment: Segment, seconds: float) -> None:
+    def _mapped(self, nbytes: int) -> Segment:
+        """Map a segment; for a CUDA device lock it, on the device's NUMA node."""
+        begin = time.perf_counter()
+        segment = pinned_segments.map_pages(nbytes)
+        if self.pinned:
+            with on(self.node):
+                pinned_segments.touch(segment)
+                pinned_segments.pin(segment)
+            self.locked_bytes += nbytes
+            self.locking_s += time.perf_counter() - begin
+        return segment
+
+    def tell_of_locking(self) -> None:
+        """Print how much memory was locked since the last line, on rank 0, if that took a second: a first pass waits for it."""
+        nbytes, seconds = self.locked_bytes - self._told_bytes, self.locking_s - self._told_s
+        if seconds >= _TOLD_S and os.environ.get("RANK", "0") == "0":
+            self._told_bytes, self._told_s = self.locked_bytes, self.locking_s
+            print(f"ds_memo locked {nbytes / GIB:.3g} GiB of host memory in {seconds:.1f} s", file=sys.stderr)
+
+    def _add(self, segment: Segment) -> None:
         self._segments.append(segment)
         self.size += segment.nbytes
         self.given = max(self.given, self.size)
-        if self.pinned:
-            self.locked_bytes += segment.nbytes
-            self.locking_s += seconds
         self._free_ranges.append(Range(segment, 0, segment.nbytes))
 
     def _swallow(self, nbytes: int) -> int:

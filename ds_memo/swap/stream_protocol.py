@@ -1,4 +1,4 @@
-"""The streams that the schedule runs on. Imports no torch, so that the estimator's clock can be a stream too."""
+"""The streams that the schedule runs on. Imports no torch: the solver names them, too."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def streams_for(device: torch.device) -> Streams:
     if device.type in ("cpu", "meta"):
         return ThreadStreams()
     rocm = f" of ROCm {torch.version.hip}, where nothing was tried" if device.type == "cuda" else ""
-    raise MemoError(f"expected layers on a cuda or cpu device, between which ds_memo swaps; got {device}{rocm}")
+    raise MemoError(f"ds_memo swaps on cuda and cpu devices; the layers are on {device}{rocm}. Train there without memo")
 
 
 def use_device_of(streams: Streams) -> None:
@@ -233,7 +233,7 @@ class CudaStreams:
         if stream != COMPUTE:
             event.wait(self._copy_streams[stream])
             return
-        if event.query():  # all that is issued from now on comes after it anyway
+        if event.query():  # what is issued from now on comes after it anyway; a wait would be timed as a stall
             return
         compute = self._compute()
         before, after = torch.Event(self.device, enable_timing=True), torch.Event(self.device, enable_timing=True)
@@ -260,6 +260,7 @@ class CudaStreams:
         return torch._C._cuda_getCurrentRawStream(self._copy_streams[D2H].device_index)
 
     def record(self, tensor: torch.Tensor, stream: Any) -> None:
+        # An event of the allocator on `stream` when the tensor is freed: only behind it the owner's stream gets the memory again.
         copies = self._copy_streams.get(stream)
         tensor.record_stream(copies or torch.cuda.ExternalStream(stream, self.device))
 
@@ -268,7 +269,7 @@ class CudaStreams:
         return dict(self._stall)
 
     def close(self) -> None:
-        for stream in self._copy_streams.values():
+        for stream in self._copy_streams.values():  # the host is about to unlock memory that copies use
             stream.synchronize()
 
 

@@ -29,7 +29,7 @@ from ds_memo.remat.random_states import seeded
 from ds_memo.remat.recipe import Recipe, remember
 from ds_memo.remat.undo import Undoing, stacks_restored
 from ds_memo.sequence.mixers import fitting
-from ds_memo.sequence.parts import Parts, parts_of
+from ds_memo.sequence.parts import SequenceParts, parts_of
 from ds_memo.sequence.striped import Striped, striped
 from ds_memo.spans import Span
 from ds_memo.swap.frame import Frame, Layout
@@ -147,7 +147,7 @@ class CallInTiles(ABC):
         """Return True if a tile's ops depend on where documents begin. A recipe would serve it once: all of it is recomputed."""
         return self._striped is not None and self._striped.is_packed(span)
 
-    def _stretch(self, span: Span, packed: bool = True) -> Parts | None:
+    def _stretch(self, span: Span, packed: bool = True) -> SequenceParts | None:
         return None if self._striped is None else self._striped.stretch(span, packed)
 
     # ---- forward
@@ -241,7 +241,7 @@ class CallInTiles(ABC):
             sizes = whole, sum(stored - recomputed for recomputed, stored in of_tiles)
         self._placement = self._host.admit(self._tiled.layer, asked, Way.TILED, host_bytes, sizes)
         if self._placement.kind is asked.kind:
-            remember(self._tiled.alphas, key, self._placement.alpha)
+            remember(self._tiled.alphas, key, self._placement.decided_alpha)
 
     def _describe(self, hidden: torch.Tensor) -> None:
         """Show the layer's report what this call keeps: the bytes of all its frames, and the shape of its input."""

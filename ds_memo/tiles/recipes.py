@@ -22,7 +22,7 @@ from ds_memo.remat.random_states import forked
 from ds_memo.remat.recipe import Gemm, Observed, Recipe, SavedOp, make_recipe
 from ds_memo.remat.tensors import tensor_leaves
 from ds_memo.sequence.catch_mixers import carrying
-from ds_memo.sequence.parts import Parts
+from ds_memo.sequence.parts import SequenceParts
 from ds_memo.spans import Span
 from ds_memo.tiles.around import dropping
 from ds_memo.tiles.attention_call import AttentionCall, run_to_attention, run_with_attention
@@ -183,7 +183,7 @@ def analyse(
     before: tuple[tuple, dict[str, Any]] | None,
     span: Span,
     shapes: AttentionShapes,
-    stretches: tuple[Parts | None, Parts | None],
+    stretches: tuple[SequenceParts | None, SequenceParts | None],
 ) -> SizeRecipes:
     """Run a tile twice to make its recipes. Nothing is kept, and the module and generators are put back.
 

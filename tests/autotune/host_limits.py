@@ -10,7 +10,6 @@ import ctypes
 import os
 import re
 import resource
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -42,14 +41,9 @@ def be_bound_by_limits() -> None:
         raise OSError(ctypes.get_errno(), "capset")
 
 
-locked_in: list[str] = []
-"""The thread of each call of mlock that was granted."""
-
-
 def mlock(segment: pinned_segments.Segment) -> None:
     if libc.mlock(ctypes.c_void_p(segment.memory.data_ptr()), ctypes.c_size_t(segment.nbytes)):
         raise ds_memo.MemoError(f"mlock refused {segment.nbytes} bytes: {os.strerror(ctypes.get_errno())}")
-    locked_in.append(threading.current_thread().name)
 
 
 def locked_by_kernel() -> int:
@@ -101,7 +95,7 @@ def memlock(nbytes: int, look: bool) -> dict[str, Any]:
     be_bound_by_limits()
     lock_as_cuda_would(look)
     train(LITTLE, 0.022, said)
-    return said | {"locked": locked_by_kernel(), "locked_in": locked_in}
+    return said | {"locked": locked_by_kernel()}
 
 
 def cgroup(folder: Path) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import T5Config, T5ForConditionalGeneration
 
 import ds_memo
-from ds_memo.profile.layer_call import LayerCall, layer_calls
+from ds_memo.profile.caught_call import CaughtCall, layer_calls
 from ds_memo.profile.layer_kinds import kinds_of
 from ds_memo.remat.layer import Layer
 from tests.autotune.test_kinds import assert_as_predicted, attached, batch, encoder_and_decoder, outcome
@@ -102,11 +102,12 @@ def test_what_wants_a_gradient_in_training_wants_one_in_the_profile() -> None:
     """T5's layers hand on two position biases: of self-attention it is trained, of cross-attention it is zeros."""
     handle = ds_memo.attach(model := t5(), {"alpha": 0.5, "resident_layers": 1})
     given, kinds = inputs(12, 8), kinds_of(inside(handle).layers)
-    profiled = layer_calls(inside(handle).remat, model, (), given, kinds, lambda calls: len(calls) == max(kinds) + 1)
-    trained: dict[int, LayerCall] = {}
+    instead, cpu = inside(handle).remat.instead, torch.device("cpu")
+    profiled = layer_calls(instead, cpu, model, (), given, kinds, lambda calls: len(calls) == max(kinds) + 1)
+    trained: dict[int, CaughtCall] = {}
 
     def note(layer: Layer, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        trained.setdefault(kinds[layer.index], LayerCall(layer, fn, args, kwargs))
+        trained.setdefault(kinds[layer.index], CaughtCall(layer, fn, args, kwargs))
         return fn(*args, **kwargs)
 
     with inside(handle).remat.instead(note):

@@ -129,8 +129,6 @@ def test_locked_memory_stays_below_rlimit_memlock() -> None:
     assert 0 < said["report"]["alpha"] < 1
     assert said["locked"] == host["slab"]  # the kernel counts what the slab does
     assert host["locked_bytes_per_s"] > 0
-    *bandwidth, ahead = said["locked_in"]  # while the profile was measured, and all frames of the solved passes at once
-    assert set(bandwidth) == {"MainThread"} and ahead == "ds_memo-lock"
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import torch
 
 import ds_memo
 from ds_memo.profile import run
-from ds_memo.profile.layer_call import LayerCall
+from ds_memo.profile.caught_call import CaughtCall
 from ds_memo.profile.live import LiveBytes
 from tests.everyday import everyday
 from tests.models import VOCAB, build
@@ -80,7 +80,7 @@ def test_a_packed_batch_is_shortened(told_by: str, monkeypatch: pytest.MonkeyPat
 
 def test_a_layer_at_full_length_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """A negative control of the test above."""
-    monkeypatch.setattr(LayerCall, "can_shorten", lambda call: False)
+    monkeypatch.setattr(CaughtCall, "can_shorten", lambda call: False)
     with pytest.warns(ds_memo.MemoWarning, match="no profile could be made .*OutOfMemoryError"):
         report, _ = profiled("cu_seq_lens", monkeypatch)
     assert report["profile"] is None

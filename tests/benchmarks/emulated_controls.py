@@ -232,7 +232,6 @@ def threads_of_the_second_device(clock: Clock) -> dict[str, Any]:
     cuda = ctypes.CDLL("libcuda.so.1")
     streams, pool = CudaStreams(device), HostPool(device)
     held = [slab := HostSlab(2 * MIB, pool)]
-    pool.lock_ahead([MIB])
     block, there = slab.allocate(MIB, "a test"), torch.empty(MIB, dtype=torch.uint8, device=device)
     with tempfile.TemporaryDirectory() as folder:
         files = DirectFiles([directory(Path(folder))], 64 * MIB, streams, preallocate=False)

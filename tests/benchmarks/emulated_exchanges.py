@@ -20,7 +20,7 @@ from ds_memo.estimate import hardware
 from ds_memo.sequence.attention import attend
 from ds_memo.sequence.exchange import blocks, gather, move, to_heads
 from ds_memo.sequence.masks import Mask
-from ds_memo.sequence.parts import Parts, contiguous, even
+from ds_memo.sequence.parts import SequenceParts, contiguous, even
 from ds_memo.sequence.ranks import ranks_of
 
 RANKS, RANK, TOKENS, HEADS = 16, 3, 65536, 32
@@ -51,8 +51,8 @@ def exchanges(clock: Clock) -> dict[str, Any]:
     time("heads", lambda: to_heads(x, blocks(32, 8), in_eights.ulysses_group))
     time("uneven heads", lambda: to_heads(x[:, :, :12], blocks(12, 8), in_eights.ulysses_group))
     time("heads of all", lambda: to_heads(x, blocks(32, 16), dist.group.WORLD))
-    time("gather", lambda: gather(x[:, :, :1].contiguous(), 1, Parts(in_eights, RANKS * TOKENS)))
-    have, want = contiguous(even(RANKS * TOKENS, RANKS)), Parts(in_rows, RANKS * TOKENS).all_pieces
+    time("gather", lambda: gather(x[:, :, :1].contiguous(), 1, SequenceParts(in_eights, RANKS * TOKENS)))
+    have, want = contiguous(even(RANKS * TOKENS, RANKS)), SequenceParts(in_rows, RANKS * TOKENS).all_pieces
     time("move", lambda: move(x, have, want, dist.group.WORLD))
     for name, ranks in (("ring of nodes", in_eights), ("ring", in_rows)):
         time(name, lambda ranks=ranks: _around(ranks.ring_group, x))  # type: ignore[misc]
@@ -70,7 +70,7 @@ def exchanges(clock: Clock) -> dict[str, Any]:
 
     q, k = (torch.empty(1, heads, TOKENS, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True) for heads in (HEADS, 8))
     emulated_ranks.most_received.clear()
-    out = time("ring attention", lambda: attend(nn.Identity(), q, k, k, Mask(), Parts(in_rows, RANKS * TOKENS))[0])
+    out = time("ring attention", lambda: attend(nn.Identity(), q, k, k, Mask(), SequenceParts(in_rows, RANKS * TOKENS))[0])
     time("ring attention, backward", lambda: out.backward(out, retain_graph=True))
     found["received"] = {str(dtype): nbytes for dtype, nbytes in emulated_ranks.most_received.items()}
 

@@ -73,7 +73,7 @@ def test_the_expandable_end_is_kept_for_what_fits_nowhere_else():
 
 @pytest.mark.slow
 @given(traces())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_never_below_what_is_alive_and_steady_after_the_first_iteration(trace):
     for expandable in (False, True):
         once = simulate(trace, expandable=expandable)

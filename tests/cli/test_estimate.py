@@ -2,14 +2,16 @@
 
 import csv
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from ds_memo.cli import main as cli
 from ds_memo.estimate import hardware
-from ds_memo.solve.headroom import HEADROOM
+from ds_memo.estimate.question import METHODS
 from tests.command import complaint
+from tests.everyday import everyday
 from tests.processes import ROOT
 
 GPT = str(ROOT / "ds_configs" / "models" / "gpt-7b.json")
@@ -22,7 +24,7 @@ def answer(capsys, *words: str, base=BASE) -> dict:
     return json.loads(capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("method", ["memo", "full_recompute", "none"])
+@pytest.mark.parametrize("method", METHODS)
 def test_json_has_what_was_promised(capsys, method):
     got = answer(capsys, "--seq-length", "16384", "--method", method)
     assert {"status", "mfu", "tgs", "step_s", "alpha", "resident_layers", "binding", "device_gib", "host_gib", "parts"} <= set(
@@ -51,9 +53,10 @@ def test_out_of_device_and_out_of_host_memory_are_told_apart(capsys):
     assert small["placements"] == {"on_device": 4, "without_gemms": 28, "without_recompute": 0, "attention_recomputed": 0}
 
 
-@pytest.mark.parametrize("words", [("512K", "0.2", "0"), ("512K", "1", "0"), ("2M", "1", "0"), ("4M", "0.5", "32768")])
-def test_alpha_0_is_answered_as_where_it_is_left_out(capsys, words):
-    length, host, tiles = words
+@pytest.mark.parametrize(
+    "length, host, tiles", everyday([("512K", "0.2", "0"), ("2M", "1", "0"), ("4M", "0.5", "32768")], [("2M", "1", "0")])
+)
+def test_alpha_0_is_answered_as_where_it_is_left_out(capsys, length, host, tiles):
     asked = ("--seq-length", length, "--host-memory-gib", host, "--tile-tokens", tiles)
     solved, configured = answer(capsys, *asked), answer(capsys, *asked, "--alpha", "0")
     assert solved["alpha"] in (0, None)
@@ -92,20 +95,6 @@ def test_a_device_budget_is_beside_the_context(capsys):
     assert "of 40.0 GiB\n" in capsys.readouterr().out
     assert answer(capsys, *words, "--device-memory-gib", "8")["status"] == "oom"
     assert answer(capsys, *words[:2], "--device-memory-gib", "40", "--method", "none")["status"] == "oom"
-
-
-def test_memo_leaves_alone_what_a_run_does(capsys):
-    """It uses the headroom only where nothing fits otherwise."""
-
-    def taken(*words: str) -> float:
-        """Return activations' share of the device memory that states and context leave."""
-        parts = answer(capsys, *words)["parts"]["device_gib"]
-        fixed = sum(parts[name] for name in ("parameters", "gradients", "optimizer states", "context and communication"))
-        return (sum(parts.values()) - fixed) / (80 - fixed)
-
-    for words in (("--seq-length", "128K"), ("--seq-length", "1M")):
-        assert 0.8 < taken(*words) <= 1 - HEADROOM
-    assert 1 - HEADROOM < taken("--max-length", "--tile-tokens", "0") <= 1
 
 
 def test_ulysses_ends_with_the_heads(capsys):
@@ -160,13 +149,28 @@ def test_misspelled_keys_are_named(capsys, tmp_path, nested):
     assert not any("does not know" in note for note in answer(capsys, "--seq-length", "1K")["notes"])
 
 
+def test_methods_are_compared_like_with_like(capsys):
+    """Checkpointing with the loss in chunks fits where whole logits do not; ALST's and TRL's inputs are on the host."""
+    assert cli.main([*BASE[:5], "--gpus", "8", "--seq-length", "1M", "--compare", "--json"]) == 0
+    rows = {row["method"]: row for row in json.loads(capsys.readouterr().out)}
+    assert all(row["plan"] and "fragmentation" not in row["parts"]["device_gib"] for row in rows.values())
+    assert rows["full_recompute"]["status"] == "oom" and "logits" in rows["full_recompute"]["parts"]["device_gib"]
+    device = {name: rows[name]["device_gib"] for name in ("alst", "trl", "checkpoint")}
+    assert rows["alst"]["status"] == rows["trl"]["status"] == "ok" and device["alst"] < device["trl"] < device["checkpoint"]
+    inputs = (1 << 20) * 4096 * 2 * 32 / 2**30
+    assert rows["alst"]["host_gib"] == rows["trl"]["host_gib"] == inputs and rows["checkpoint"]["host_gib"] == 0
+    assert answer(capsys, "--seq-length", "1M", "--method", "alst", "--host-memory-gib", "255")["status"] == "oohm"
+
+
 def test_a_sweep_as_table_csv_and_picture(capsys, tmp_path):
     table = tmp_path / "sweep.csv"
     assert cli.main([*BASE, "--sweep", "64K:256K", "--compare", "-o", str(table)]) == 0
-    assert "full_recompute (no plan)" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "attention at 217 and 188 TFLOP" in shown and "no plan" not in shown
+    assert all(re.search(rf"^  {method} .* {assumed}$", shown, re.MULTILINE) for method, assumed in METHODS.items())
     rows = list(csv.DictReader(table.open()))
-    assert len(rows) == 9
-    assert {row["method"] for row in rows} == {"memo", "full_recompute", "none"}
+    assert len(rows) == 3 * len(METHODS)
+    assert {row["method"] for row in rows} == set(METHODS)
     for suffix, magic in ((".png", b"\x89PNG"), (".svg", b"<?xml")):
         picture = tmp_path / f"sweep{suffix}"
         assert cli.main([*BASE, "--sweep", "64K,128K", "-o", str(picture)]) == 0
@@ -188,33 +192,23 @@ def test_timelines(capsys, tmp_path):
     ("words", "says"),
     [
         (("--seq-length", "0"), "'0'"),
-        (("--seq-length", "12Q"), "'12Q'"),
-        (("--seq-length", "1M", "--gpus", "-8"), "'-8'"),
         (("--seq-length", "1M", "--alpha", "1.5"), "'1.5'"),
         (("--seq-length", "1M", "--alpha", "0.5", "--method", "none"), "only memo"),
         (("--seq-length", "1M", "--method", "magic"), "magic"),
         (("--seq-length", "1M", "--sp", "3"), "not a multiple"),
         (("--seq-length", "1M", "--gpus", "64", "--sp", "64", "--method", "none"), "Ulysses ends at sp 32"),
-        (("--seq-length", "1M", "--sp", "8", "--ulysses", "3"), "--ulysses 3 with --sp 8"),
         (("--seq-length", "1M", "--ulysses", "4"), "only an --sp that is given"),
-        (("--seq-length", "1M", "--device-memory-gib", "0"), "'0'"),
         (("--seq-length", "1M", "--device-memory-gib", "1e300"), "at most 1e9"),
         (("--seq-length", "1M", "--hardware", "abacus"), "hardware_data/h200.json"),
         (("--seq-length", "1M", "--model", "nowhere.json"), "nowhere.json"),
         (("--seq-length", "1M", "--model", "meta-llama/Llama-3.1-8B"), "nothing is downloaded"),
         (("--seq-length", "1M", "--profile", "nowhere.json"), "--profile: cannot read nowhere.json: No such file"),
         (("--seq-length", "1M", "--timeline", "x.txt"), ".json or .html"),
-        (("--seq-length", "1M", "--timeline", "/nowhere/x.json"), "/nowhere/x.json"),
         (("--seq-length", "1M", "-o", "x.csv"), "--sweep or --compare"),
         (("--sweep", "2M:1M"), "A not above B"),
-        (("--sweep", "64K:"), "'64K:', expected A:B or A,B"),
-        (("--sweep", "64K:1M", "-o", "x.pdf"), "x.pdf"),
-        (("--seq-length", "1M", "--tile-tokens", "-1"), "'-1'"),
         (("--seq-length", "1M", "--tile-tokens", "4096", "--method", "none"), "only memo runs layers in tiles"),
         (("--max-length", "--sweep", "1M"), "--max-length does not go with --sweep"),
-        (("--min-gpus", "--seq-length", "1M"), "--min-gpus"),
         (("--compare", "--seq-length", "1M", "--alpha", "0.5"), "its own alpha"),
-        (("--compare", "--seq-length", "1M", "--no-plan"), "does not go with --plan"),
         ((), "--seq-length"),
     ],
 )
@@ -232,14 +226,10 @@ def test_fewest_gpus_tells_a_wrong_value_from_a_model_that_does_not_split(capsys
     ("text", "says"),
     [
         ("{", "JSON"),
-        ("[1]", "list"),
         ('{"num_hidden_layers": "many", "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 9}', "num_hidden_layers"),
         ('{"num_hidden_layers": 9999999, "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 9}', "at most 4096"),
         ('{"model_type": "mixtral", "num_hidden_layers": 2, "hidden_size": -8}', "cannot be built"),
         ('{"model_type": "t5"}', "attend to an encoder"),
-        ('{"model_type": ["llama"], "num_hidden_layers": 2, "hidden_size": 8}', "['llama']"),
-        ('{"num_hidden_layers": 2, "hidden_size": 1' + 400 * "0" + "}", "cannot be built"),
-        (100_000 * "[", "nested too deeply"),
         (100_000 * '{"text_config": ', "nested too deeply"),
     ],
 )
@@ -248,13 +238,6 @@ def test_a_bad_model_file_is_one_line(capsys, tmp_path, text, says):
     path.write_text(text)
     words = ("estimate", "--model", str(path), "--hardware", "a800", "--gpus", "8", "--seq-length", "1K")
     assert says in complaint(capsys, *words, after_progress=True)
-
-
-def test_more_bytes_than_can_be_counted(capsys, tmp_path):
-    path = tmp_path / "model.json"
-    path.write_text('{"num_hidden_layers": 128, "hidden_size": 65536, "num_attention_heads": 1024, "vocab_size": 9}')
-    words = ("estimate", "--model", str(path), "--hardware", "a800", "--gpus", "8", "--seq-length", "16384M")
-    assert "more bytes than 64 bits can count" in complaint(capsys, *words, after_progress=True)
 
 
 def machine() -> dict:
@@ -266,19 +249,12 @@ def machine() -> dict:
     [
         ("peak", {"value": 312, "unit": "TFLOPs"}, "unit 'TFLOPs'"),
         ("d2h", {"value": -1, "unit": "GB/s"}, "d2h is -1 GB/s, expected a number from 1e-09 to 1e+12"),
-        ("d2h", {"value": "fast", "unit": "GB/s"}, "expected a number"),
         ("d2h", 10, "expected {"),
         ("gemm_efficiency", {"value": 72, "unit": ""}, "from 1e-06 to 1"),
-        ("device_reserve", {"value": 200, "unit": "GiB"}, "below device_memory"),
-        ("fragmentation", {"value": 0.5, "unit": ""}, "from 1 to"),
         ("gpus_per_node", {"value": 2.5, "unit": ""}, "whole number"),
         ("d3h", {"value": 1, "unit": "GB/s"}, "unknown key 'd3h'"),
         ("peak", None, "missing peak"),
-        ("peak", {"value": 312, "unit": ["TFLOP/s"]}, "unit ['TFLOP/s']"),
-        ("peak", {"value": 10**400, "unit": "TFLOP/s"}, "expected a number from 1e-12 to 1e+09"),
         ("host_memory", {"value": 1e300, "unit": "GiB"}, "host_memory is 1e+300 GiB, expected a number from"),
-        ("gemm_efficiency", {"value": 1e-300, "unit": ""}, "from 1e-06 to 1"),
-        ("stall", {"value": -(10**400), "unit": ""}, "from 0 to"),
     ],
 )
 def test_bad_hardware_is_one_line(capsys, tmp_path, key, entry, says):
@@ -322,18 +298,6 @@ def test_drives_hold_what_the_host_has_no_room_for(capsys):
     assert f"{got['nvme_tb_per_day']:.1f} TB written a day\n" in shown
     twice = answer(capsys, *LONG, *DRIVES, "--batch", "2", base=H100)
     assert twice["nvme_gib"] == got["nvme_gib"] and twice["nvme_tb_per_day"] == pytest.approx(got["nvme_tb_per_day"], rel=0.01)
-
-
-def test_what_drives_are_rated_for_binds(capsys):
-    rated = answer(capsys, *LONG, *DRIVES, "--nvme-tb-per-day", "60", base=H100)
-    assert 40 < rated["nvme_tb_per_day"] <= 60 and "rated writes" in rated["binding"]
-
-
-def test_slow_drives_are_not_written(capsys):
-    without = answer(capsys, *LONG, base=H100)
-    for rates in ("48,0.01", "0.01,48"):
-        got = answer(capsys, *LONG, "--nvme-gib", "15000", "--nvme-gb-per-s", rates, base=H100)
-        assert got["nvme_gib"] == 0 and got["step_s"] == without["step_s"]
 
 
 def test_drives_of_a_hardware_file(capsys, tmp_path):

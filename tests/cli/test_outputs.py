@@ -17,8 +17,6 @@ ESTIMATE = ("estimate", "--model", str(ROOT / "ds_configs" / "models" / "tiny.js
 WRITERS = {
     "plan": ("plan", TRACE, "-o", "out.json"),
     "show png": ("show", "plan.json", "-o", "out.png"),
-    "sweep csv": (*ESTIMATE, "--sweep", "1K,2K", "-o", "out.csv"),
-    "timeline json": (*ESTIMATE, "--seq-length", "1K", "--timeline", "out.json"),
     "timeline html": (*ESTIMATE, "--seq-length", "1K", "--timeline", "out.html"),
 }
 
@@ -78,16 +76,13 @@ def test_surrogates_are_written_as_escapes(here: Path, capsys: pytest.CaptureFix
     assert "\x1b" not in page.rpartition("Plotly.newPlot(")[2] and "[31m</script>" not in page
 
 
-def test_a_name_that_is_no_formula(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_names_that_are_no_formulas_and_letters_that_no_font_has(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = (here / "plan.json").read_text()
-    (here / "plan.json").write_text(text.replace('"name": "L0.f"', '"name": "$x^{y$"').replace('"kind": "', '"kind": "$_{$'))
-    assert call(capsys, "show", "plan.json") == (0, "plan.png\n", "")
-
-
-def test_letters_that_no_font_has(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = (here / "plan.json").read_text().replace('"name": "L', '"name": "層ሴ')
-    (here / "plan.json").write_text(text)
-    assert call(capsys, "show", "plan.json") == (0, "plan.png\n", "")
+    for kind, phase in (("$_{$", "$x^{y$"), ("kind", "層ሴ")):
+        (here / "plan.json").write_text(
+            text.replace('"name": "L0.f"', f'"name": "{phase}"').replace('"kind": "', f'"kind": "{kind}')
+        )
+        assert call(capsys, "show", "plan.json") == (0, "plan.png\n", "")
 
 
 def test_names_of_models_and_machines_that_are_no_formulas(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ from ds_memo.autotune import tuner
 from ds_memo.autotune.budgets import Budgets
 from ds_memo.deepspeed import initialize as integration
 from ds_memo.deepspeed.run_ahead_limit import AHEAD, RunAheadLimit
-from ds_memo.plan.phases import Part
+from ds_memo.plan.phases import PassPart
 from ds_memo.planned_alloc.non_layer_memory import NonLayerMemory, largest
 from ds_memo.planned_alloc.runtime import Addresses
 from ds_memo.profile import run
@@ -61,7 +61,7 @@ def test_what_an_engine_takes_is_solved_for(stage: int) -> None:
     if stage in (1, 2):
         assert device_bytes(solved.run.layers_alone(), solved.solution.kinds, solved.solution.alpha) < 0.96 * arena
     if stage == 1:  # it copies all gradients into one flat tensor behind the backward, which is planned, too
-        (number,) = [number for number, visit in enumerate(log.visits) if visit.phase is Part.REDUCE]
+        (number,) = [number for number, visit in enumerate(log.visits) if visit.phase is PassPart.REDUCE]
         assert max(log.visits[number].sizes) == 4 * weights
         assert any(slot.phase == number and slot.requested == 4 * weights for slot in plan.slots)
 

@@ -243,6 +243,13 @@ def test_a_section_that_does_not_say_enabled() -> None:
     assert not hasattr(engine, "memo")
 
 
+@pytest.mark.parametrize("name", ["Memo", "memmo"])
+def test_a_misspelled_section(name: str) -> None:
+    with pytest.warns(ds_memo.MemoWarning, match=f'has a section "{name}". Did you mean "memo"'):
+        engine = start(ds_config() | {name: {"enabled": True}})
+    assert not hasattr(engine, "memo")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_destroyed_engine_gives_everything_back(stage: int) -> None:

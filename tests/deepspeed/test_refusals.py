@@ -93,7 +93,7 @@ def requests(alpha: float, residents: int, analysed: bool, buffers_only: bool, t
 def assert_clean(handle: Any, model: nn.Module, before: tuple[int, int]) -> None:
     gc.collect()
     engine, slab = inside(handle).engine, inside(handle).slab
-    engine.settle()  # as the next forward does
+    engine.free_failed_graphs()  # as the next forward does
     assert not [found for found in gc.get_objects() if isinstance(found, Frame)], "frames"
     engine.drain()
     assert (engine._unsent, [ref() for ref in engine._leaving]) == (None, [None] * len(engine._leaving)), "copies"
@@ -164,7 +164,7 @@ def test_the_host_is_free_for_the_next_step_after_a_failed_backward(stock: Outco
     for nth in backward:
         refused(model, nth, buffers_only=False)
         assert_same(step(model, BATCH), stock)
-    monkeypatch.setattr(SwapEngine, "settle", lambda engine: None)  # the control
+    monkeypatch.setattr(SwapEngine, "free_failed_graphs", lambda engine: None)  # the control
     with pytest.raises(ds_memo.MemoError, match="host memory: "):
         for nth in backward:
             refused(model, nth, buffers_only=False)

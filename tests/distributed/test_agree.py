@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 import ds_memo
 from ds_memo.distributed import agree
-from ds_memo.distributed.agree import Failed, together
+from ds_memo.distributed.agree import Failed, on_all_ranks
 from ds_memo.distributed.lost_ranks import naming_lost_ranks
 from ds_memo.distributed.topology import meet_in_layers, talk_in_layers
 from ds_memo.profile import run
@@ -59,18 +59,18 @@ def test_a_rank_that_has_measured_at_other_lengths_counts_by_its_lines(lengths: 
 
 
 def test_alone() -> None:
-    assert together(lambda: 7) == 7
+    assert on_all_ranks(lambda: 7) == 7
     with pytest.raises(Failed, match="rank 0: ZeroDivisionError") as caught:
-        together(lambda: 1 // 0)
+        on_all_ranks(lambda: 1 // 0)
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
 
 def test_an_error_of_many_lines_is_told_in_one() -> None:
     with pytest.raises(Failed) as caught:
-        together(lambda: torch.eye(2).to_sparse().as_strided((1,), (1,)))
+        on_all_ranks(lambda: torch.eye(2).to_sparse().as_strided((1,), (1,)))
     assert "as_strided" in str(caught.value) and "\n" not in str(caught.value) and len(str(caught.value)) < 400
     with pytest.raises(Failed, match=r"x{1000}"):
-        together(lambda: (_ for _ in ()).throw(ds_memo.MemoError("x" * 1000)))
+        on_all_ranks(lambda: (_ for _ in ()).throw(ds_memo.MemoError("x" * 1000)))
 
 
 def test_many_problems_are_counted() -> None:
@@ -153,11 +153,11 @@ class TestTwoRanks(DistributedTest):
     def test_speaking(self) -> None:
         me = dist.get_rank()
         for _ in range(3):
-            assert together(lambda: me) == me
+            assert on_all_ranks(lambda: me) == me
             with pytest.raises(Failed, match=r"^rank 1: ValueError: no$"):
-                together(lambda: _raise(ValueError("no")) if me == 1 else None)
+                on_all_ranks(lambda: _raise(ValueError("no")) if me == 1 else None)
         with pytest.raises(Failed, match=r"rank 0: .*; rank 1: "):
-            together(lambda: _raise(ValueError("no")))
+            on_all_ranks(lambda: _raise(ValueError("no")))
         key = f"ds_memo/{next(agree._meetings) - 3}/{me}"
         assert not agree.store.distributed_c10d._get_default_store().check([key])  # entries that were read are deleted
 
@@ -165,9 +165,9 @@ class TestTwoRanks(DistributedTest):
         _set_pg_timeout(timedelta(seconds=1), dist.group.WORLD)
         if dist.get_rank() == 0:
             with pytest.raises(agree.Absent, match=r"^rank 1 has not come for 1 s: it ended with ValueError: no$"):
-                together(lambda: None)
+                on_all_ranks(lambda: None)
             with pytest.raises(ds_memo.MemoError, match=r"rank 0: ValueError: here. Rank 1 has not answered for 1 s"):
-                together(lambda: _raise(ValueError("here")))
+                on_all_ranks(lambda: _raise(ValueError("here")))
             agree.store.tell("ended", "")
         else:
             with pytest.raises(ValueError, match="no"), naming_lost_ranks("a test"):

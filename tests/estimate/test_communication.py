@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_memo.estimate import hardware
 from ds_memo.estimate.costs import Costs
-from ds_memo.estimate.layout import Layout
+from ds_memo.estimate.layout import GpuLayout
 from tests.distributed_harness.common import ON_CPU, DistributedTest
 from tests.estimate.models import small
 
@@ -70,7 +70,7 @@ class TestSent(DistributedTest):
             if stage == 3:  # layer by layer, of each sequence
                 assert sent["_reduce_scatter_base_", torch.bfloat16] == 2 * sequences
                 continue
-            costs = Costs(MODEL, hardware.load("a800"), Layout(2, zero=stage), 64)
+            costs = Costs(MODEL, hardware.load("a800"), GpuLayout(2, zero=stage), 64)
             want = sum(TIMES[name] * nbytes for (name, _), nbytes in sent.items()) / 2
             assert costs.sent_bytes(sequences) / MODEL.parameters == want, (stage, sequences)
 
@@ -93,7 +93,7 @@ def test_reduce_scatter_across_nodes_as_measured() -> None:
 @pytest.mark.parametrize(("tp", "adapters"), [(1, 8), (4, 2), (8, 1)])
 def test_replicas_share_their_nodes_adapters(tp: int, adapters: int) -> None:
     machine = hardware.load("a800")
-    costs = Costs(MODEL, machine, Layout(64, tp=tp, zero=1), 1 << 10)
+    costs = Costs(MODEL, machine, GpuLayout(64, tp=tp, zero=1), 1 << 10)
     free = Costs(MODEL, replace(machine, intra_node=1e30, inter_node=1e30), costs.layout, 1 << 10)
     sent_s = costs.optimizer_s(1) - free.optimizer_s(1)
     assert sent_s == pytest.approx(costs.sent_bytes(1) / (adapters * machine.inter_node), rel=1e-6)

@@ -9,7 +9,7 @@ import pytest
 from ds_memo.cli import main as cli
 from ds_memo.estimate.hardware import load
 from ds_memo.profile.json_file import to_json
-from ds_memo.profile.sample import LayerProfile, Profile
+from ds_memo.profile.run_profile import LayerProfile, RunProfile
 from tests.command import complaint
 from tests.profile.samples import make_sample
 
@@ -25,9 +25,9 @@ def by_kind(*kinds: dict, device: str = "NVIDIA A800-SXM4-80GB") -> dict:
 
 def profile(
     layers: int, slower: float = 1.0, link: float = 20e9, ranks_per_sequence: int = 8, key: dict | None = None
-) -> Profile:
+) -> RunProfile:
     samples = tuple(make_sample(length, slower=slower, hidden=2 * 4096) for length in (1024, 2048))
-    return Profile(
+    return RunProfile(
         key or by_kind({}), "fit", (LayerProfile("layer 0", samples),), (0,) * layers, link, link, 8, ranks_per_sequence
     )
 

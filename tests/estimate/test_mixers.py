@@ -11,7 +11,7 @@ import torch
 from ds_memo.estimate import mixer_kernels
 from ds_memo.estimate.costs import Costs
 from ds_memo.estimate.hardware import load as hardware
-from ds_memo.estimate.layout import Layout
+from ds_memo.estimate.layout import GpuLayout
 from ds_memo.estimate.model import Model, from_config
 from ds_memo.hf.model_flops import attending_layers, model_flops
 from ds_memo.placement import Tiles
@@ -39,7 +39,7 @@ def hybrid(request: pytest.FixtureRequest) -> Model:
 
 
 def costs(model: Model, tokens: int, tiles: Tiles | None = None) -> tuple[LayerCosts, ...]:
-    return Costs(model, H200, Layout(1), tokens).layers(tiles)
+    return Costs(model, H200, GpuLayout(1), tokens).layers(tiles)
 
 
 def test_a_scan_is_linear_in_tokens_and_has_no_attention(hybrid: Model) -> None:
@@ -55,6 +55,7 @@ def test_a_scan_is_linear_in_tokens_and_has_no_attention(hybrid: Model) -> None:
             )  # short GEMMs have empty waves
 
 
+@pytest.mark.slow
 def test_states_at_borders_are_kept_and_little(hybrid: Model) -> None:
     """A tile keeps its hidden states, what it got from the tile before, and no log-sum-exp."""
     tiled = costs(hybrid, TOKENS, Tiles(4096))

@@ -27,7 +27,7 @@ questions = st.builds(
     method=st.sampled_from(["memo", "full_recompute", "none"]),
     tile_tokens=st.just(0),
 )
-EXAMPLES = settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+EXAMPLES = settings(max_examples=6, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 
 
 def ask(question: Question):

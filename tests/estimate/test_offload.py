@@ -10,7 +10,7 @@ from ds_memo.estimate import hardware
 from ds_memo.estimate.costs import Costs
 from ds_memo.estimate.errors import EstimateError
 from ds_memo.estimate.estimate import candidates, estimate
-from ds_memo.estimate.layout import LEAST_ZERO, OFFLOADS, Layout
+from ds_memo.estimate.layout import LEAST_ZERO, OFFLOADS, GpuLayout
 from ds_memo.estimate.methods import state_bytes
 from ds_memo.estimate.model import load
 from ds_memo.estimate.question import OK, OOHM, OOM, Question
@@ -26,7 +26,7 @@ STATES = 18 * LLAMA.parameters
 
 @pytest.mark.parametrize(("zero", "kept"), [(1, 2 + 2), (2, 2), (3, 2)])
 def test_what_each_stage_keeps_on_the_device(zero: int, kept: int) -> None:
-    costs = Costs(LLAMA, ONE.hardware, Layout(1, zero=zero, offload="optimizer"), 1 << 10)
+    costs = Costs(LLAMA, ONE.hardware, GpuLayout(1, zero=zero, offload="optimizer"), 1 << 10)
     assert sum(state_bytes(costs).values()) == kept * LLAMA.parameters
 
 
@@ -71,7 +71,7 @@ def test_a_short_step_pays_for_cpu_adam_and_a_long_one_hides_the_copies() -> Non
 
 def test_reloads_share_the_link_with_model_states() -> None:
     def h2d(where: str, tokens: int) -> float:
-        return Costs(LLAMA, ONE.hardware, Layout(1, offload=where), tokens).h2d / ONE.hardware.h2d
+        return Costs(LLAMA, ONE.hardware, GpuLayout(1, offload=where), tokens).h2d / ONE.hardware.h2d
 
     assert h2d("none", 1 << 10) == 1 > h2d("optimizer", 64 << 10) > h2d("all", 64 << 10) > h2d("all", 16 << 10) >= 0.5
     assert h2d("all", 1 << 20) > 0.99

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from ds_memo.logits.content import Content
-from ds_memo.logits.nodes import Known, Term
+from ds_memo.logits.lazy_value import LazyValue
+from ds_memo.logits.nodes import Precomputed, Term
 from ds_memo.logits.tensor import LazyLogits
 from tests.fuzz.logits_programs import DEFECTS, Sides, fuzz
 
-DAILY, SWEEP, PARTS = 200, 20_000, 10
+DAILY, SWEEP, PARTS = 80, 20_000, 10
 
 
 @pytest.fixture(scope="module")
@@ -72,12 +72,12 @@ def works_on_a_temporary(patch: pytest.MonkeyPatch) -> None:
 
 
 def dropped_tile(patch: pytest.MonkeyPatch) -> None:
-    tiles = Content.tiles
-    patch.setattr(Content, "tiles", lambda self: tiles(self)[:-1])
+    tiles = LazyValue.tiles
+    patch.setattr(LazyValue, "tiles", lambda self: tiles(self)[:-1])
 
 
 def factor_of_a_hook_left_out(patch: pytest.MonkeyPatch) -> None:
-    for kind in (Term, Known):
+    for kind in (Term, Precomputed):
         patch.setattr(kind, "scaled", lambda self, factor: self)
 
 

@@ -39,7 +39,7 @@ def wait_for_steps(log):
     "how, told, within_s",
     [
         pytest.param(signal.SIGKILL, GONE, 60, id="killed"),
-        pytest.param(signal.SIGSTOP, LATE, 120, id="frozen", marks=pytest.mark.slow),
+        pytest.param(signal.SIGSTOP, LATE, 120, id="frozen", marks=[pytest.mark.slow, pytest.mark.sweep]),
     ],
 )
 def test_the_other_rank_ends(how, told, within_s, marker, tmp_path):

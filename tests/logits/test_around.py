@@ -59,7 +59,7 @@ def logits_out(model: nn.Module, reentrant: bool) -> torch.Tensor:
 AROUND = [(way, reentrant) for way in (around_model, around_loss, logits_out) for reentrant in (False, True)]
 
 
-@pytest.mark.parametrize(("way", "reentrant"), everyday(AROUND, AROUND[:3]))
+@pytest.mark.parametrize(("way", "reentrant"), everyday(AROUND, AROUND[:1]))
 def test_torch_checkpoint(way: Callable[..., torch.Tensor], reentrant: bool) -> None:
     compare(causal(), lambda model: way(model, reentrant), warns=None if way is around_loss else "torch.utils.checkpoint")
 

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from ds_memo.autotune.budgets import HeadMemory
-from ds_memo.logits.content import Rows
 from ds_memo.logits.head_bytes import BYTES_PER_LOGIT, LEAST_ROWS, MOST_ROWS, HeadBytes, tile_rows
+from ds_memo.logits.lazy_value import HeadInputs
 from ds_memo.logits.nodes import HeadGradients
 from ds_memo.profile.live import LiveBytes
 from ds_memo.units import GIB
@@ -21,7 +21,7 @@ from tests.logits.rig import BATCH, IDS, LENGTH, VOCAB, attached, causal, compar
 Of = Callable[[torch.Tensor], torch.Tensor]
 
 
-def alive(kind: type = Rows) -> int:
+def alive(kind: type = HeadInputs) -> int:
     gc.collect()
     return sum(isinstance(each, kind) for each in gc.get_objects())
 

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ds_memo.logits.content import Content
-from ds_memo.logits.nodes import HeadGradients, Known, Term
+from ds_memo.logits.lazy_value import LazyValue
+from ds_memo.logits.nodes import HeadGradients, Precomputed, Term
 from ds_memo.remat.layer_state import Before
 from ds_memo.tiles import weight_gradients
 from tests.logits.rig import IDS, TILE, UPSTREAM, VOCAB, attached, causal, compare, logits_of, lora, step
@@ -32,13 +32,13 @@ Change = Callable[[pytest.MonkeyPatch], None]
 
 
 def dropped_tile(patch: pytest.MonkeyPatch) -> None:
-    tiles = Content.tiles
-    patch.setattr(Content, "tiles", lambda self: tiles(self)[:-1])
+    tiles = LazyValue.tiles
+    patch.setattr(LazyValue, "tiles", lambda self: tiles(self)[:-1])
 
 
 def tile_twice(patch: pytest.MonkeyPatch) -> None:
-    tiles = Content.tiles
-    patch.setattr(Content, "tiles", lambda self: [*tiles(self), tiles(self)[0]])
+    tiles = LazyValue.tiles
+    patch.setattr(LazyValue, "tiles", lambda self: [*tiles(self), tiles(self)[0]])
 
 
 def factor_left_out(patch: pytest.MonkeyPatch) -> None:
@@ -50,7 +50,7 @@ def factor_of_hidden_left_out(patch: pytest.MonkeyPatch) -> None:
 
 
 def factor_of_a_hook_left_out(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Known, "scaled", lambda self, factor: self)
+    patch.setattr(Precomputed, "scaled", lambda self, factor: self)
 
 
 def rows_shifted(patch: pytest.MonkeyPatch) -> None:
@@ -79,8 +79,8 @@ def gradients_used_twice(patch: pytest.MonkeyPatch) -> None:
         def pop(self, index: int = -1) -> Any:
             return self[index]
 
-    init = Known.__init__
-    patch.setattr(Known, "__init__", lambda self, term, gradients, factor: init(self, term, Kept(gradients), factor))
+    init = Precomputed.__init__
+    patch.setattr(Precomputed, "__init__", lambda self, term, gradients, factor: init(self, term, Kept(gradients), factor))
 
 
 def adapters_as_they_are_now(patch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.everyday import everyday
-from tests.logits.rig import LENGTH, TILE, VOCAB, WHOLE, Witness, attached, causal, lazy_calls
+from tests.logits.rig import LENGTH, TILE, VOCAB, Witness, attached, causal, lazy_calls
 from tests.models import assert_same_grads
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
@@ -119,14 +119,6 @@ def test_a_trainer(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert_same_grads(got, want, TRAINED)
     assert len(logged) >= 4 and theirs == pytest.approx(logged, rel=1e-6)
     assert witness.rows <= TILE
-
-
-@pytest.mark.slow
-def test_the_witness_sees_whole_logits_of_a_trainer(tmp_path: Path) -> None:
-    model = causal()
-    with attached(model, **WHOLE), Witness() as witness:
-        trained(tmp_path, model, "label smoothing")
-    assert witness.rows == 2 * LENGTH
 
 
 @pytest.mark.slow

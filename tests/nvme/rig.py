@@ -12,7 +12,7 @@ from unittest import mock
 
 import ds_memo.runtime.parts as parts_module
 from ds_memo.nvme import direct_files
-from ds_memo.nvme.home import FileHome
+from ds_memo.nvme.file_home import FileHome
 from ds_memo.runtime.session import Session
 from ds_memo.swap.engine import SwapEngine
 from ds_memo.swap.host_slab import HostSlab

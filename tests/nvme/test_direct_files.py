@@ -17,8 +17,7 @@ import torch
 
 from ds_memo.errors import MemoError
 from ds_memo.nvme import direct_files as module
-from ds_memo.nvme import directory as directory_module
-from ds_memo.nvme.direct_files import STRIPE, THREADS, DirectFiles
+from ds_memo.nvme.direct_files import THREADS, DirectFiles
 from ds_memo.nvme.extents import Space
 from ds_memo.swap.host_pool import Range
 from ds_memo.swap.host_slab import Block
@@ -26,7 +25,7 @@ from ds_memo.swap.pinned_segments import PAGE
 from ds_memo.swap.streams import D2H, finish_abandoned
 from tests.everyday import everyday
 from tests.nvme.conftest import descriptors
-from tests.nvme.files import CPU, MIB, Files, content, fill, slab_of
+from tests.nvme.files import CPU, Files, content, fill, slab_of
 from tests.runtime.traces import memo_threads
 
 SMALL = 16 * PAGE
@@ -124,20 +123,6 @@ def test_random_traffic(at_once, seed, make, small_stripes, monkeypatch):
     assert {len(os.listdir(found.path)) for found in files.directories} == {0}
 
 
-def test_transfers_end_while_python_computes(make):
-    """The training thread may compute in Python and never sleep."""
-    files, block = make(), slab_of(16 * MIB // PAGE).allocate(16 * MIB, "a test")
-    fill(block, 1)
-    wanted, extent = content(block), files.extent(16 * MIB, "a test")
-    deadline = time.monotonic() + 60
-    for move in (lambda: files.write(block, extent, ()), lambda: files.read(extent, block, ())):
-        transfer = move()
-        while not files.done(transfer):
-            assert time.monotonic() < deadline
-        assert transfer.failure is None and torch.equal(content(block), wanted)
-        fill(block, 2)
-
-
 def test_files_grow_as_they_are_wanted_and_no_further(make, monkeypatch, small_stripes):
     monkeypatch.setattr(module, "_GROWS_BY", 4 * SMALL)
     files = make(directories=2, budget=16 * SMALL + PAGE)
@@ -167,23 +152,6 @@ def test_a_budget_is_whole_rows_and_allocated_at_once_where_it_is_given(make, sm
     files.extent(6 * SMALL, "a test")
     with pytest.raises(MemoError, match="are left"):
         files.extent(PAGE, "a test")
-
-
-def test_a_disk_that_is_full_from_the_start_leaves_nothing(tmp_path, monkeypatch):
-    calls, real = [], os.posix_fallocate
-
-    def full(handle, begin, nbytes):
-        calls.append(nbytes)
-        if len(calls) == 2:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        real(handle, begin, nbytes)
-
-    monkeypatch.setattr(directory_module.os, "posix_fallocate", full)
-    before = descriptors()
-    with pytest.raises(MemoError, match="has no room for"):
-        Files(tmp_path, directories=3, budget=6 * STRIPE, preallocate=True)
-    gc.collect()
-    assert len(calls) == 2 and descriptors() <= before
 
 
 # ---- order
@@ -223,15 +191,6 @@ def test_waiting_beside_ends_with_compute(make):
     files.finished(write)
     assert files.stall_s > 0.01
     assert files.wait_beside(write, files.streams.mark("compute"))
-
-
-def test_an_event_that_fails_fails_the_transfer(make, monkeypatch):
-    files, slab = make(), slab_of(8)
-    monkeypatch.setattr(files.streams, "done", lambda event: (event is not bad and True) or 1 / 0)
-    bad = object()
-    with pytest.raises(ZeroDivisionError):
-        files.finished(files.write(slab.allocate(PAGE, "a test"), files.extent(PAGE, "a test"), (bad,)))
-    files.store(slab.allocate(PAGE, "a test"))
 
 
 # ---- refusals
@@ -338,18 +297,6 @@ def test_memory_of_a_transfer_that_is_over_is_let_go(make):
     assert gone() is None
 
 
-@pytest.mark.parametrize("which", ["the first", "a file's"])
-def test_a_thread_that_died_is_an_error_and_no_hang(which, make):
-    files, slab = make(), slab_of(8)
-    files.store(block := slab.allocate(PAGE, "a test"))
-    (files._issued if which == "the first" else files._files[0].queue).put(None)
-    deadline = time.monotonic() + 60
-    while all(thread.is_alive() for thread in files._threads) and time.monotonic() < deadline:
-        time.sleep(0.001)
-    with pytest.raises(MemoError, match="are closed, or this process was forked"):
-        files.store(block)
-
-
 @pytest.mark.processes
 def test_a_forked_process_has_no_files_and_does_not_hang(make):
     files, slab = make(), slab_of(8)
@@ -367,53 +314,6 @@ def test_a_forked_process_has_no_files_and_does_not_hang(make):
         os._exit(told)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     files.load(extent, block)
-
-
-class Interrupted:
-    """A queue in which Ctrl-C comes at the next `put`: before or after it."""
-
-    def __init__(self, inner, before: bool) -> None:
-        self.inner, self.before, self.armed = inner, before, True
-
-    def put(self, item) -> None:
-        if self.armed and self.before:
-            self.armed = False
-            raise KeyboardInterrupt
-        self.inner.put(item)
-        if self.armed:
-            self.armed = False
-            raise KeyboardInterrupt
-
-
-@pytest.mark.parametrize("before", [True, False])
-def test_ctrl_c_as_a_transfer_is_issued_leaves_none_that_never_ends(before, make, small_stripes):
-    files, slab = make(directories=2), slab_of(200)
-    block = slab.allocate(5 * SMALL, "a test")
-    fill(block, 1)
-    wanted, extent, files._issued = content(block), files.extent(block.nbytes, "a test"), Interrupted(files._issued, before)
-    with pytest.raises(KeyboardInterrupt):
-        files.write(block, extent, ())
-    files.finish()
-    assert files.meters[True].nbytes == block.nbytes, "once, not twice"
-    assert torch.equal(files.load(extent, slab.allocate(block.nbytes, "a test")), wanted)
-
-
-def test_a_process_has_all_its_threads_or_none(tmp_path, monkeypatch):
-    before, start, begun = set(memo_threads()), threading.Thread.start, []
-
-    def refuse(thread):
-        if len(begun) == 4:
-            raise RuntimeError("can't start new thread")
-        begun.append(thread)
-        start(thread)
-
-    monkeypatch.setattr(module.threading.Thread, "start", lambda t: refuse(t) if "files" in t.name else start(t))
-    with pytest.raises(RuntimeError, match="can't start new thread"):
-        Files(tmp_path, directories=2, budget=8 * MIB * 2)
-    gc.collect()
-    for thread in begun:
-        thread.join(60)
-    assert not [thread for thread in set(memo_threads()) - before if "files" in thread.name]
 
 
 # ---- space against a model: one flag for each page

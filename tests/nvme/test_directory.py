@@ -82,15 +82,6 @@ def test_a_network_is_warned_about(kind, tmp_path):
     assert len(told) == 1 and f"is on {kind}, over a network" in told[0]
 
 
-@pytest.mark.parametrize("name", ["plain", "with space", "données", "tab\there"])
-def test_mount_points_of_any_name(name, tmp_path):
-    (path := tmp_path / name).mkdir()
-    escaped = str(path).replace("\\", "\\134").replace(" ", "\\040").replace("\t", "\\011")
-    root = mounted(tmp_path / "root", ("/", "1:1", "ext4"), (escaped, number_of(path), "tmpfs"))
-    with pytest.raises(MemoError, match="on tmpfs"):
-        open_directory(str(path), pytest.fail, root)
-
-
 def test_the_nearest_mount_counts_and_its_number_more(tmp_path):
     own = number_of(tmp_path)
     (tmp_path / "a/b").mkdir(parents=True)
@@ -158,31 +149,6 @@ def test_where_files_need_a_name_they_have_it_for_a_moment(number, here, monkeyp
     assert is_private(handle, here.path)
     assert len(calls) == 2 and calls[1][1] & os.O_NOFOLLOW and calls[1][1] & os.O_EXCL
     os.close(handle)
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(errno.EINVAL, os.strerror(errno.EINVAL))])
-def test_a_named_file_that_was_made_before_an_error_does_not_stay(here, monkeypatch, error):
-    """Ctrl-C, or a file system whose cache cannot be bypassed: tmpfs refused so."""
-    real = os.open
-
-    def makes_and_raises(path, flags, *more):
-        if flags & os.O_TMPFILE == os.O_TMPFILE:
-            raise OSError(errno.EOPNOTSUPP, "")
-        os.close(real(path, flags, *more))
-        raise error
-
-    monkeypatch.setattr(module.os, "open", makes_and_raises)
-    refused = r"\(ext4\) takes no file that bypasses the page cache \(Invalid argument\)"
-    with pytest.raises((KeyboardInterrupt, MemoError), match=refused if isinstance(error, OSError) else None):
-        private_file(here)
-    assert os.listdir(here.path) == []
-
-
-@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS])
-def test_where_files_may_not_be_made(number, here, monkeypatch):
-    refuse(monkeypatch, "open", number)
-    with pytest.raises(MemoError, match=os.strerror(number)):
-        private_file(here)
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])

@@ -8,16 +8,14 @@ import threading
 import weakref
 from contextlib import suppress
 from dataclasses import replace
-from unittest import mock
 
 import pytest
 import torch
 
 from ds_memo.errors import MemoError
 from ds_memo.nvme import direct_files
-from ds_memo.nvme.home import FileHome
+from ds_memo.nvme.file_home import FileHome
 from ds_memo.swap.engine import SwapEngine
-from ds_memo.swap.frame import Frame
 from ds_memo.swap.host_pool import HostPool
 from ds_memo.swap.host_slab import HostSlab
 from ds_memo.swap.pinned_segments import PAGE
@@ -85,7 +83,7 @@ def make(tmp_path):
 
 def nothing_is_left(rig: NvmeRig) -> bool:
     gc.collect()
-    rig.engine.settle()
+    rig.engine.free_failed_graphs()
     return rig.slab.used == 0 and rig.files.extents() == []
 
 
@@ -168,30 +166,6 @@ def test_blocks_are_read_ahead_as_far_as_the_host_has_room(make):
     assert rig.states(frames)[:3] == ["in_file"] * 3
 
 
-def test_blocks_that_were_read_ahead_give_way(make):
-    """After a part of a backward the host is full of them; the next forward needs it."""
-    rig = make(8)
-    rig.slab.budget.nbytes = 4 * PAGE
-    frames = pages(rig, 8)
-    rig.slab.budget.nbytes = 8 * PAGE
-    rig.replay(frames[7])
-    assert rig.states(frames).count("reading") >= 3
-    rig.slab.budget.nbytes = 4 * PAGE
-    frames += pages(rig, 8)
-    assert rig.slab.used <= 4 * PAGE
-    assert goes_through(rig, [*frames, frames[3]])
-
-
-def test_a_backward_in_any_order_and_again(make):
-    rig = make(3)
-    frames = pages(rig, 10)
-    for number in (9, 4, 8, 3, 0, 7, 2, 6, 5, 1):
-        assert goes_through(rig, [frames[number]])
-    for _ in range(2):
-        assert goes_through(rig, frames)
-    assert rig.files.meters[True].nbytes == 10 * PAGE, "written once"
-
-
 # ---- frames that die
 
 
@@ -215,41 +189,6 @@ def test_a_frame_may_die_in_any_state(state, thread, make):
         assert rig.slab.used <= rig.slab.budget.nbytes
         assert set(rig.files.extents()) == {frame.filed.extent for frame in frames + more if frame.filed.extent}
         assert goes_through(rig, more)
-
-
-def test_a_frame_that_dies_while_dead_frames_are_freed(make):
-    """The garbage collector runs between any two lines, and a frame's block is under a transfer."""
-    checker = OrderedStreams()
-    with checker, late_files(0, delays_s=(5e-3,)):
-        rig = make(8, streams=checker)
-        frames = pages(rig, 3)
-        free = rig.slab.free
-
-        def free_and_kill(block) -> None:
-            free(block)
-            frames.clear()
-
-        rig.slab.free = free_and_kill
-        frames.pop()
-        rig.engine.drain()
-        rig.slab.free = free
-    checker.verify()
-    assert not frames and rig.slab.used == 0 and rig.files.extents() == []
-    assert not checker.violations
-
-
-def test_a_dead_frame_whose_destructor_was_interrupted(make):
-    rig = make(8)
-    with late_files(0, delays_s=(5e-3,)), mock.patch.object(SwapEngine, "_defer", lambda engine, frame: None):
-        frames = pages(rig, 3)
-        for frame in frames:
-            frame._defer = lambda frame: None
-        del frame
-        frames.clear()
-        gc.collect()
-        rig.engine.settle()
-    assert rig.slab.used == 0 and rig.files.extents() == []
-    assert rig.engine.traffic.blocks_lost == 3
 
 
 @pytest.mark.parametrize("mutant", [False, True])
@@ -301,29 +240,6 @@ def test_no_block_is_freed_under_a_transfer(home, way, tmp_path):
 
 
 # ---- refusals
-
-
-def test_a_failed_write_stays_on_the_host(make, monkeypatch):
-    rig = make(6)
-    with monkeypatch.context() as patch:
-        faulty(patch, "pwritev", 2, raises(errno.EIO))
-        frames = pages(rig, 5)
-        rig.files.finish()
-        rig.home.note_written()
-    assert len(rig.warnings) == 1 and "stays in host memory: rank 0 could not write its file in" in rig.warnings[0]
-    assert sorted(rig.states(frames)) == ["in_both"] * 4 + ["refused"]
-    assert rig.files.meters[True].nbytes == 4 * PAGE, "what was not written counts as written"
-    assert goes_through(rig, frames + pages(rig, 7))
-
-
-def test_where_no_write_succeeds_the_step_is_lost_once_the_host_is_full_and_nothing_else(make, monkeypatch):
-    rig, frames = make(4), []
-    with monkeypatch.context() as patch, pytest.raises(MemoError, match=r"host memory: frame x needs"):
-        patch.setattr(direct_files.os, "pwritev", raises(errno.ENOSPC))
-        frames += pages(rig, 12)
-    assert 0 < len(rig.warnings) <= 4
-    assert nothing_is_left(rig)
-    assert goes_through(rig, pages(rig, 12))
 
 
 @pytest.mark.parametrize("nth", range(1, 7))
@@ -383,27 +299,6 @@ def test_ctrl_c_as_a_read_is_issued_gives_no_wrong_bytes(nth, before, make):
         assert nothing_is_left(rig)
 
 
-@pytest.mark.parametrize("of, method", [(FileHome, "_have_written"), (FileHome, "_drop_block"), (Frame, "free_block")])
-@pytest.mark.parametrize("before", [True, False])
-def test_ctrl_c_in_the_books_is_made_good(of, method, before, make):
-    """What is left of the step is dropped, as a notebook does; the next is right, and nothing is kept."""
-    rig = make(4)
-    frames, real = pages(rig, 3), getattr(of, method)
-
-    def interrupted(*args):
-        if not before:
-            real(*args)
-        raise KeyboardInterrupt
-
-    with mock.patch.object(of, method, interrupted), pytest.raises(KeyboardInterrupt):
-        for _ in range(9):
-            frames += pages(rig, 1)
-    assert goes_through(rig, frames)
-    frames.clear()
-    assert nothing_is_left(rig)
-    assert goes_through(rig, pages(rig, 12))
-
-
 # ---- the end
 
 
@@ -419,25 +314,6 @@ def test_closing_with_living_frames(state, make):
         with pytest.raises(MemoError, match="is wanted by a backward after ds_memo was detached"):
             rig.engine.bring_back(frame)
     assert not [thread for thread in threading.enumerate() if thread in rig.files._threads]
-
-
-def test_closing_waits_for_transfers_also_at_ctrl_c(make):
-    rig = make(4)
-    with late_files(0, delays_s=(2e-2,)):
-        frames = pages(rig, 3)
-        finish, calls = rig.files.finish, []
-
-        def interrupted() -> None:
-            calls.append(1)
-            if len(calls) == 1:
-                raise KeyboardInterrupt
-            finish()
-
-        rig.files.finish = interrupted
-        with pytest.raises(KeyboardInterrupt):
-            rig.engine.close()
-    assert all(frame.filed.transfer.over.is_set() for frame in frames)
-    assert (rig.slab.used, rig.slab.size) == (0, 0)
 
 
 def test_two_models_that_share_a_pool_make_room_for_each_other(tmp_path):
@@ -459,6 +335,6 @@ def test_two_models_that_share_a_pool_make_room_for_each_other(tmp_path):
     rigs[1].files.extent = lambda *_: (_ for _ in ()).throw(MemoError("none"))
     with pytest.raises(MemoError, match="host memory: frame x needs"):  # one that is closed is asked for no room
         pages(rigs[1], 5)
-    rigs[1].engine.settle()
+    rigs[1].engine.free_failed_graphs()
     rigs[1].engine.close()
     assert held and pool.size == 0

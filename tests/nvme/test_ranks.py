@@ -84,30 +84,28 @@ class TestTwoRanks(DistributedTest):
                 assert all(torch.equal(found[name], wanted[name]) for name in wanted)
             handle.detach()
 
-    def test_a_disk_that_is_full_on_one_rank_is_an_error_on_both(self, tmp_path, monkeypatch):
+    @pytest.mark.parametrize(
+        "call, number, says",
+        [
+            ("posix_fallocate", errno.ENOSPC, r"has no room for .* \(No space left on device\)"),
+            ("pwritev", errno.EIO, "the first write failed"),
+        ],
+    )
+    def test_files_that_one_rank_cannot_open_are_an_error_on_both(self, call, number, says, tmp_path, monkeypatch):
         rank = dist.get_rank()
         if rank == 1:
-            refuse(monkeypatch, directory, "posix_fallocate", errno.ENOSPC)
-        message = "another rank could not open its files" if rank == 0 else r"has no room for .* \(No space left on device\)"
-        with pytest.raises(MemoError, match=message):
+            refuse(monkeypatch, directory, call, number)
+        with pytest.raises(MemoError, match="another rank could not open its files" if rank == 0 else says):
             start(ds_config(3, memo=over_files(tmp_path, 1 << 24)), model=model())
         dist.barrier()
         assert os.listdir(tmp_path) == []
-
-    def test_a_system_error_on_one_rank_is_an_error_on_both(self, tmp_path, monkeypatch):
-        rank = dist.get_rank()
-        if rank == 1:
-            refuse(monkeypatch, directory, "pwritev", errno.EIO)
-        with pytest.raises(MemoError, match="another rank could not open its files" if rank == 0 else "the first write failed"):
-            start(ds_config(0, memo=over_files(tmp_path, 1 << 24)), model=model())
 
 
 class TestOneRankFails(DistributedTest):
     world_size = 2
     init_distributed = False
 
-    @pytest.mark.parametrize("stays", [False, True])
-    def test_a_read_that_fails_on_one_rank(self, stays, tmp_path, monkeypatch):
+    def test_a_read_that_fails_on_one_rank(self, tmp_path, monkeypatch):
         """One clear error there; the other ends within the process group's time-out, also if its peer lives on."""
         deepspeed.init_distributed(timeout=timedelta(seconds=20), dist_backend="gloo")
         rank, over = dist.get_rank(), tmp_path / "over"
@@ -122,7 +120,7 @@ class TestOneRankFails(DistributedTest):
             refuse(monkeypatch, direct_files, "preadv", errno.EIO)
             with pytest.raises(MemoError, match=rf"rank 1 could not read its file in {files}: .*Input/output error"):
                 train(engine, steps=1)
-            while stays and not over.exists() and time.monotonic() < begin + 120:
+            while not over.exists() and time.monotonic() < begin + 120:
                 time.sleep(0.1)
         else:
             with pytest.raises(RuntimeError):
@@ -150,7 +148,6 @@ model(inputs_embeds=batch.embeds, labels=batch.labels).loss.backward()
 @pytest.mark.processes
 @pytest.mark.parametrize("call", ["pwritev", "preadv"])
 def test_kill_9_in_forward_and_in_backward_leaves_no_file(call, tmp_path):
-    before = os.statvfs(tmp_path)
     _, _, largest = by_host("llama", settings(0.5, 0, None), 8)
     child = subprocess.run(
         [sys.executable, "-c", KILLED, str(tmp_path), str(host_of(3 * largest)), call],
@@ -161,5 +158,3 @@ def test_kill_9_in_forward_and_in_backward_leaves_no_file(call, tmp_path):
     assert child.returncode == -signal.SIGKILL, child.stderr
     assert child.stdout.startswith("stepped") and int(child.stdout.split()[1]) > 0
     assert os.listdir(tmp_path) == []
-    freed = os.statvfs(tmp_path).f_bavail * before.f_frsize - before.f_bavail * before.f_frsize
-    assert freed > -(1 << 27), "the quarter GiB is free again, whatever others write meanwhile"

@@ -68,9 +68,6 @@ def _link(library: Path) -> None:
 
 
 NOT_TRUSTED = {
-    "a folder of another user": (lambda library: _give(library.parent), "belongs to user 1234"),
-    "a folder above it of another user": (lambda library: _give(library.parent.parent), "belongs to user 1234"),
-    "a folder that a group may write": (lambda library: library.parent.chmod(0o770), "others may write to it (mode 0770)"),
     "a file of another user": (_give, "belongs to user 1234"),
     "a file that all may write": (lambda library: library.chmod(0o602), "others may write to it (mode 0602)"),
     "a link": (_link, "is a link"),

@@ -48,16 +48,7 @@ def test_the_backend_is_the_accelerators(monkeypatch, accelerator):
     assert all(Path(source).is_file() for source in builder.sources())
 
 
-def test_the_cpu_backend_links_nothing_of_cuda():
-    builder = AllocatorBuilder("cpu")
-    assert builder.extra_ldflags() == [] and len(builder.include_paths()) == 1
-
-
 # ---- what is missing
-
-
-def test_nothing_is_missing_here(cached):
-    assert AllocatorBuilder("cpu").missing() == [] and AllocatorBuilder("cpu").is_compatible()
 
 
 def test_another_device_has_no_allocator(not_loaded, capsys):
@@ -79,11 +70,6 @@ def test_without_a_compiler(monkeypatch, tmp_path, not_loaded):
         builder.load()
     monkeypatch.setenv("CXX", "ccache no-such-compiler")
     assert any("(CXX is ccache no-such-compiler, which is not on the PATH" in lack for lack in builder.missing())
-
-
-def test_without_pythons_headers(monkeypatch, tmp_path, not_loaded):
-    monkeypatch.setattr(module.sysconfig, "get_path", lambda name: str(tmp_path))
-    assert "no Python.h (install the python3-dev package)" in AllocatorBuilder("cpu").missing()
 
 
 def test_cuda_without_cuda(monkeypatch):

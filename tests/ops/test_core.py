@@ -92,14 +92,6 @@ def test_random_requests_from_four_threads(built, sanitizer):
     assert sum(counts.values()) <= requests and counts["hit"] > requests / 10 and min(counts.values()) > requests / 1000
 
 
-@slow
-@pytest.mark.sweep
-@pytest.mark.parametrize("sanitizer", ["address", "thread"])
-def test_many_more_requests(built, sanitizer):
-    done = run(built("core_stress", sanitizer), 2_000_000, THREADS, 2)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
 @pytest.mark.parametrize("part", [part if part in EVERYDAY else pytest.param(part, marks=slow) for part in WITHOUT])
 def test_the_stress_notices_what_is_missing(built, tmp_path, part):
     """Negative controls: a core that lacks one of its guards."""

@@ -1,13 +1,11 @@
-from itertools import pairwise
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_memo.plan import bilevel, plan_trace, read_trace, solve, verify
 from ds_memo.plan.bilevel import Plan
-from ds_memo.plan.dsa import Buffer, Lifespan, Problem, lower_bound
-from ds_memo.plan.errors import TooLarge, TracesDiffer
+from ds_memo.plan.dsa import Problem
+from ds_memo.plan.errors import TooLarge
 from ds_memo.plan.formats import make_trace, parse_trace
 from ds_memo.plan.phases import LayerPass, parse_phase
 from ds_memo.plan.trace import Request, Trace
@@ -63,30 +61,6 @@ def test_32_layers_take_as_many_solves_as_4(path, monkeypatch):
     assert len({p.shape for p in plan.phases if p.name.startswith("L")}) <= 6  # first, last and the ones between, twice
 
 
-def test_repeating_a_layer_adds_the_same_each_time():
-    trace = read_trace(LONG[0])
-
-    def alive(t: Trace) -> int:
-        return lower_bound([Buffer(x.id, Lifespan(x.birth, x.death), x.size) for x in t.tensors() if x.size])
-
-    def unfreed(t: Trace) -> int:
-        return sum(1 if r.size is not None else -1 for r in t.requests)
-
-    longer = [repeat_layer(trace, n) for n in (4, 5, 6, 7)]
-    peaks = [alive(t) for t in longer]
-    assert peaks[0] == alive(trace)
-    assert len({b - a for a, b in pairwise(peaks)}) == 1 and peaks[0] < peaks[1]
-    assert {unfreed(t) for t in longer} == {unfreed(trace)}
-    assert [p.name for p in longer[1].phases if isinstance(p.name, LayerPass)] == (
-        [LayerPass(i, False) for i in range(5)] + [LayerPass(i, True) for i in reversed(range(5))]
-    )
-
-
-def test_repeating_needs_a_layer_between_two_others():
-    with pytest.raises(TracesDiffer, match="between two others"):
-        repeat_layer(parse_trace("phase L0.f\nmalloc a 1\nphase L0.b\nfree a\n"), 8)
-
-
 def test_sizes_that_overflow_are_refused():
     with pytest.raises(TooLarge, match="less than 2\\^62"):
         plan_trace(parse_trace(f"malloc a {2**62}\n"))
@@ -125,7 +99,7 @@ def traces(draw):
 
 
 @given(traces(), st.sampled_from(["greedy", "search"]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_random_traces_give_verified_plans(trace, solver):
     plan = plan_trace(trace, solver=solver, seconds=2)
     reverify(plan, trace)
@@ -135,25 +109,9 @@ def test_random_traces_give_verified_plans(trace, solver):
         assert plan.proven
 
 
-@pytest.mark.parametrize(
-    "solver, n", everyday([("greedy", 300), ("search", 300), ("search", 3000), ("cbc", 60), ("highs", 60)], [("search", 300)])
-)
+@pytest.mark.parametrize("solver, n", everyday([("search", 300), ("cbc", 60)], [("search", 300)]))
 def test_a_limit_of_one_second_is_kept(solver, n):
     hard = Problem(tuple(b._replace(size=b.size + i % 512) for i, b in enumerate(dense(n, seed=1, trim=0.2).buffers)))
     with a_second_at_most():
         found = solve(hard, solver=solver, seconds=1)
     assert verify.check(hard.buffers, found.offsets, peak=found.peak) is None
-
-
-@pytest.mark.processes
-def test_a_limit_of_one_second_is_kept_for_a_trace():
-    requests, marks = [], []
-    for p in range(8):
-        marks.append((LayerPass(p, backward=False), len(requests)))
-        rows = dense(120, seed=p, trim=0.2).buffers
-        events = sorted([(b.lifespan.upper, 0, b) for b in rows] + [(b.lifespan.lower, 1, b) for b in rows])
-        requests += [Request(f"{p}:{b.id}", b.size * 513 if birth else None) for _, birth, b in events]
-    trace = make_trace(requests, marks)
-    with a_second_at_most():
-        plan = plan_trace(trace, seconds=1)
-    reverify(plan, trace)

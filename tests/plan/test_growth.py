@@ -1,6 +1,5 @@
 """The planner on long traces: never worse than greedy, in time and memory that grow with their length."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -11,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_memo.cli.plan import _table
 from ds_memo.plan import greedy, plan_trace, search, solve, verify
 from ds_memo.plan.dsa import Buffer, Lifespan, Problem, peak
 from ds_memo.plan.formats import make_trace
@@ -54,7 +52,7 @@ def instructions(work) -> int:
 
 
 @given(traces(), st.sampled_from(["greedy", "search", "cbc"]), st.sampled_from([1e-9, 0.05]))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_no_limit_is_too_short_for_greedys_plan(trace, solver, seconds):
     plan = plan_trace(trace, solver=solver, seconds=seconds)
     assert plan.lower_bound <= plan.peak <= swept(trace)
@@ -140,13 +138,7 @@ def test_a_wrong_slot_among_many_is_found():
     assert verify.check(buffers, offsets)[0] == "bad_overlap"
 
 
-# ---- names, time
-
-
-def test_a_long_name_does_not_widen_the_table():
-    names = ["L0.f", "x" * 100_000, *(LayerPass(i, False) for i in range(1, 40))]
-    trace = make_trace([Request(str(i), 512) for i in range(len(names))], [(n, i) for i, n in enumerate(names)])
-    assert len(_table(plan_trace(trace, solver="greedy"))) < 20_000
+# ---- time
 
 
 SEARCHING = """
@@ -171,12 +163,3 @@ def test_ctrl_c_ends_the_search():
             assert b"KeyboardInterrupt" in err and child.returncode
         finally:
             child.kill()
-
-
-@pytest.mark.slow
-def test_the_limit_is_kept():
-    """Stages of all its phases, in seconds of a processor, which other work on the machine does not take. Twice it is allowed."""
-    trace = layered(50_000)
-    before = sum(os.times()[:4])
-    plan = plan_trace(trace, solver="cbc", seconds=5)
-    assert sum(os.times()[:4]) - before < 10 and plan.peak <= swept(trace)

@@ -41,7 +41,7 @@ def test_the_tightened_program_keeps_the_optimum(solver):
 
 
 @given(problem=problems(most=6, longest=6, largest=5))
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=5)
 def test_random_small_programs(problem):
     answer = milp.solve_milp(problem.buffers, 30, tight=False)
     assert peak(problem.buffers, answer.offsets) == best_peak(problem.buffers)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ds_memo.ops.allocator import Request
-from ds_memo.plan.phases import LayerPass, Part
+from ds_memo.ops.allocator import LogEvent
+from ds_memo.plan.phases import LayerPass, PassPart
 from ds_memo.planned_alloc.non_layer_memory import Most, NonLayerMemory, carry, largest, most_in, non_layer_memory
 from tests.planned_alloc.test_request_log import events
 
@@ -13,15 +13,15 @@ SOLVED = {0: 10, 1: 20}, {0: 30, 1: 40}
 
 def test_the_most_of_one_phase() -> None:
     pass_ = events("embed +a100 | head +b10 -a +c50 -b +d70 +e9 | L1.b +f1000 -c -d -f | L0.b -e | step")
-    assert most_in(Part.HEAD, pass_) == Most(peak=129, staying=9)
-    assert most_in(Part.HEAD, pass_, passed_on=9) == Most(peak=129, staying=0)  # a gradient that is added to all the way down
-    assert most_in(Part.HEAD, pass_, passed_on=70) == Most(peak=129, staying=9)  # one that the next layer uses up
-    assert most_in(Part.HEAD, events("head +a9 +b9 | L1.b | L0.b -a -b"), passed_on=9) == Most(18, 9)
+    assert most_in(PassPart.HEAD, pass_) == Most(peak=129, staying=9)
+    assert most_in(PassPart.HEAD, pass_, passed_on=9) == Most(peak=129, staying=0)  # a gradient that is added to all the way down
+    assert most_in(PassPart.HEAD, pass_, passed_on=70) == Most(peak=129, staying=9)  # one that the next layer uses up
+    assert most_in(PassPart.HEAD, events("head +a9 +b9 | L1.b | L0.b -a -b"), passed_on=9) == Most(18, 9)
     assert most_in(LayerPass(1, backward=True), pass_) == Most(1000, 0)
-    assert most_in(Part.REDUCE, pass_) is None
-    assert most_in(Part.HEAD, events("head +a7 | L0.b -a | step")) == Most(7, 0)
-    assert most_in(Part.HEAD, events("head +a7 | L0.b | step")) == Most(0, 0)  # a gradient
-    assert most_in(Part.HEAD, events("head +a7 -a | L0.b | head +b9 -b | L0.b")) == Most(9, 0)  # the latest visit
+    assert most_in(PassPart.REDUCE, pass_) is None
+    assert most_in(PassPart.HEAD, events("head +a7 | L0.b -a | step")) == Most(7, 0)
+    assert most_in(PassPart.HEAD, events("head +a7 | L0.b | step")) == Most(0, 0)  # a gradient
+    assert most_in(PassPart.HEAD, events("head +a7 -a | L0.b | head +b9 -b | L0.b")) == Most(9, 0)  # the latest visit
 
 
 def test_what_is_beyond_the_layers() -> None:
@@ -47,18 +47,18 @@ def test_what_earlier_passes_left_behind() -> None:
     carried: dict[int, int] = {}
     carry(carried, events("head +a50 -a | L0.b +b7 +c9", first_id=10))
     assert carried == {11: 7, 12: 9}
-    pass_ = [*events("L0.f +a8 | L1.f | head | L1.b | L0.b -a | step"), Request("free", None, 11, 0)]
+    pass_ = [*events("L0.f +a8 | L1.f | head | L1.b | L0.b -a | step"), LogEvent("free", None, 11, 0)]
     assert non_layer_memory(pass_, carried, 0, {0: 10}, {0: 10}).forward == 5
     assert non_layer_memory(pass_, {}, 0, {0: 10}, {0: 10}).forward == 0  # without the carried bytes it is not known
 
 
 def test_other_streams_have_a_number_of_their_own() -> None:
     pass_ = events("head +a9 -a | L0.b +b20")
-    side = [Request("elsewhere", LayerPass(0, backward=True), id_, size) for id_, size in ((7, 100), (8, 30), (9, 1))]
-    frees = [Request("free", None, id_, 0) for id_ in (8, 7, 1)]
+    side = [LogEvent("elsewhere", LayerPass(0, backward=True), id_, size) for id_, size in ((7, 100), (8, 30), (9, 1))]
+    frees = [LogEvent("free", None, id_, 0) for id_ in (8, 7, 1)]
     seen = non_layer_memory([*pass_, *side[:2], *frees, *side[2:]], {}, 0, {}, {0: 15})
     assert seen == NonLayerMemory(head=9, staying=0, forward=0, backward=(5,), elsewhere=130)
-    assert side[0] not in pass_ and most_in(Part.HEAD, [*side, *pass_]) == Most(9, 0)
+    assert side[0] not in pass_ and most_in(PassPart.HEAD, [*side, *pass_]) == Most(9, 0)
 
 
 def test_the_rank_that_has_most_counts() -> None:

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from ds_memo.ops.allocator import Request
+from ds_memo.ops.allocator import LogEvent
 from ds_memo.plan import plan_trace
 from ds_memo.plan.phases import LayerPass, parse_phase
 from ds_memo.planned_alloc.request_log import NEVER, Position, RequestLog, Visit, read_log
 
 
-def events(text: str, first_id: int = 0) -> list[Request]:
+def events(text: str, first_id: int = 0) -> list[LogEvent]:
     """Read events such as "L0.f +a8 +b4 -a | L0.b -b": phases, mallocs of a size, frees; letters are ids from `first_id` on."""
     out = []
     for part in text.split("|"):
         name, *requests = part.split()
         phase = parse_phase(name)
-        out.append(Request("enter", phase, 0, 0))
+        out.append(LogEvent("enter", phase, 0, 0))
         for word in requests:
             id_ = first_id + ord(word[1]) - ord("a")
-            out.append(Request("malloc", phase, id_, int(word[2:])) if word[0] == "+" else Request("free", None, id_, 0))
+            out.append(LogEvent("malloc", phase, id_, int(word[2:])) if word[0] == "+" else LogEvent("free", None, id_, 0))
     return out
 
 
@@ -79,8 +79,8 @@ def test_an_escapee_that_dies_before_it_is_born_again_wraps_around() -> None:
     assert first.deaths[1] == (NEVER, NEVER)
     assert not wrapping and set(escaped.values()) == {(1, 0), (1, 1)}
     # g is freed in time, h after its successor was allocated
-    again = [*events("embed +a8 -a", 100), Request("free", None, ord("g") - ord("a"), 0), *events("L0.b +g512 +h512", 100)]
-    second, wrapping = read_log([*again, Request("free", None, ord("h") - ord("a"), 0)], escaped)
+    again = [*events("embed +a8 -a", 100), LogEvent("free", None, ord("g") - ord("a"), 0), *events("L0.b +g512 +h512", 100)]
+    second, wrapping = read_log([*again, LogEvent("free", None, ord("h") - ord("a"), 0)], escaped)
     assert wrapping == {(1, 0)}
     trace = second.trace(wrapping)
     assert [(request.id, request.size) for request in trace.requests[:2]] == [("1:0", 512), ("0:0", 8)]

@@ -40,7 +40,7 @@ def test_lengths_with_other_numbers_of_tiles(monkeypatch: pytest.MonkeyPatch) ->
     assert [misses for _, misses in found] == [0] * len(LENGTHS)
     assert [hits > 1000 for hits, _ in found] == [False, False, True] + [False] * 4 + [True] * 3
 
-    def one_plan(self: plans.Plans, kind: PassKind, of: Any = plans.Plans.of) -> plans.Known:
+    def one_plan(self: plans.Plans, kind: PassKind, of: Any = plans.Plans.of) -> plans.PassPlan:
         planned = [known for known in self.known.values() if known.plan is not None]
         return planned[0] if planned else of(self, kind)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ds_memo.profile.layer_sample import LayerSample
-from ds_memo.profile.sample import LayerProfile, Profile
+from ds_memo.profile.run_profile import LayerProfile, RunProfile
 from ds_memo.solve.run_costs import Output, PeakBytes
 
 HIDDEN = 2 * 64
@@ -59,6 +59,6 @@ def make_sample(
 
 def make_profile(
     layers: int = 4, link: float = 20e9, lengths: tuple[int, ...] = (1024, 2048), working: int = 20 * HIDDEN
-) -> Profile:
+) -> RunProfile:
     kind = LayerProfile("layer 0", tuple(make_sample(length, working=working) for length in lengths))
-    return Profile({}, "fit", (kind,), (0,) * layers, link, link, 1)
+    return RunProfile({}, "fit", (kind,), (0,) * layers, link, link, 1)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ds_memo.profile.json_file import ProfileError, from_json, to_json
-from ds_memo.profile.sample import LayerProfile
+from ds_memo.profile.run_profile import LayerProfile
 from tests.placements import swapped_at
 from tests.profile.samples import make_profile, make_sample
 

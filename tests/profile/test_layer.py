@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 import ds_memo
 from ds_memo.profile import layer as layers
+from ds_memo.profile.caught_call import CaughtCall, hidden_from_training
 from ds_memo.profile.layer import measure
-from ds_memo.profile.layer_call import LayerCall, hidden_from_training
 from ds_memo.profile.live import LiveBytes
 from ds_memo.profile.stopwatch import REPEATS, Stopwatch
 from ds_memo.remat.layer import Layer
@@ -30,8 +30,8 @@ BATCH, LENGTH = 2, 50
 TOKENS = BATCH * LENGTH
 
 
-def call(module: nn.Module, dtype: torch.dtype = torch.float32) -> LayerCall:
-    return LayerCall(Layer(0, "blocks.0", module), module, (torch.randn(BATCH, LENGTH, HIDDEN, dtype=dtype),), {})
+def call(module: nn.Module, dtype: torch.dtype = torch.float32) -> CaughtCall:
+    return CaughtCall(Layer(0, "blocks.0", module), module, (torch.randn(BATCH, LENGTH, HIDDEN, dtype=dtype),), {})
 
 
 @pytest.mark.parametrize("length, dtype", [(LENGTH, torch.float32), (20, torch.bfloat16)])
@@ -89,7 +89,7 @@ def test_products_of_compiled_functions_are_not_timed(monkeypatch: pytest.Monkey
 def test_a_length_that_is_the_hidden_size(batch: int) -> None:
     """Only the length is cut, not the hidden size, if a rank with a longer batch has both at 4096."""
     states, mask = torch.randn(batch, HIDDEN, HIDDEN), torch.ones(batch, 1, HIDDEN, HIDDEN, dtype=torch.bool)
-    one = LayerCall(Layer(0, "blocks.0", None), Block(), (states, mask), {"position_ids": torch.arange(HIDDEN)[None]})
+    one = CaughtCall(Layer(0, "blocks.0", None), Block(), (states, mask), {"position_ids": torch.arange(HIDDEN)[None]})
     assert one.can_shorten()
     fn, args, (hidden,) = one.at(20)
     assert [tuple(arg.shape) for arg in args] == [(batch, 20, HIDDEN), (batch, 1, 20, 20)]
@@ -111,7 +111,7 @@ def test_a_length_that_is_the_hidden_size(batch: int) -> None:
 def test_documents_end_where_they_are_cut(ends: list[int], at_20: list[int] | None) -> None:
     """Hugging Face passes flash-attention's cu_seqlens this way; kernels would read past a cut that left them as they are."""
     told = {"cu_seq_lens_q": torch.tensor(ends, dtype=torch.int32), "max_length_q": 2 * LENGTH, "max_length_k": torch.tensor(9)}
-    one = LayerCall(Layer(0, "blocks.0", None), Block(), (torch.randn(BATCH, LENGTH, HIDDEN),), told)
+    one = CaughtCall(Layer(0, "blocks.0", None), Block(), (torch.randn(BATCH, LENGTH, HIDDEN),), told)
     assert one.can_shorten() == (at_20 is not None)
     assert one.packed == (ends[-1] >= LENGTH)
     if at_20 is None:
@@ -245,9 +245,9 @@ def test_a_layer_that_saves_nothing() -> None:
         measure(call(Nothing()), LENGTH, CPU)
 
 
-def given(*args: torch.Tensor, **kwargs: torch.Tensor) -> LayerCall:
+def given(*args: torch.Tensor, **kwargs: torch.Tensor) -> CaughtCall:
     states = torch.randn(BATCH, LENGTH, HIDDEN)
-    return LayerCall(Layer(0, "blocks.0", None), Block(), (states, *args), kwargs)
+    return CaughtCall(Layer(0, "blocks.0", None), Block(), (states, *args), kwargs)
 
 
 def test_what_else_a_layer_is_given_is_part_of_the_key() -> None:

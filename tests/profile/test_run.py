@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ds_memo.distributed.agree import Failed, alone
+from ds_memo.distributed.agree import Failed, on_this_rank
 from ds_memo.profile import run
 from ds_memo.remat.layer import Layer
 from tests.profile.samples import make_sample
@@ -87,7 +87,7 @@ def test_a_layer_that_takes_no_other_length_than_its_own(method, least, used, mo
     call = types.SimpleNamespace(layer=Layer(0, "blocks.0", module), batch=1)
     asked = types.SimpleNamespace(
         calls={0: call}, method=method, lengths={0: (1024, 2048, 4096) if method == "fit" else (5000,)}, full={0: 5000},
-        attention=None, device=torch.device("cpu"), in_tiles=False, warn=warned.append, progress=str, do=alone,
+        attention=None, device=torch.device("cpu"), in_tiles=False, warn=warned.append, progress=str, do=on_this_rank,
     )  # fmt: skip
     if used is None:
         with pytest.raises(Failed, match="the required shape 9999"):

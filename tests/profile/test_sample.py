@@ -7,11 +7,11 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_memo.profile.layer_sample import LayerSample
-from ds_memo.profile.sample import LayerProfile
+from ds_memo.profile.run_profile import LayerProfile
 from ds_memo.solve.run_costs import PeakBytes
 from tests.profile.samples import HIDDEN, make_profile, make_sample
 
@@ -23,7 +23,6 @@ def layer(*lengths: int, **how: Any) -> LayerProfile:
 
 
 @given(LENGTHS, LENGTHS, st.integers(1, 1 << 21), st.integers(1, 4), st.integers(1, 4), st.floats(0, 1e-2))
-@settings(deadline=None)
 def test_lines_and_parabolas_are_found(first: int, second: int, length: int, batch: int, other: int, overhead: float) -> None:
     """Times and bytes follow a + b·t, attention b·t + c·t·s, at any length and batch. So does the moment when
     outputs are made: earlier before attention, later behind it, as the length grows."""
@@ -42,7 +41,6 @@ def test_lines_and_parabolas_are_found(first: int, second: int, length: int, bat
 
 
 @given(st.lists(st.floats(0, 1e3), min_size=4, max_size=4), st.lists(LENGTHS, min_size=2, max_size=2, unique=True), LENGTHS)
-@settings(deadline=None)
 def test_whatever_was_measured_a_longer_sequence_is_not_cheaper(times: list[float], at: list[int], length: int) -> None:
     """Noise may make the longer sample the faster one. No result is negative then."""
     low, high = sorted(at)

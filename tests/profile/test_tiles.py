@@ -15,10 +15,10 @@ from torch import nn
 from ds_memo.hf.attention import catch_attention
 from ds_memo.placement import Tiles
 from ds_memo.profile import tiles
+from ds_memo.profile.caught_call import CaughtCall
 from ds_memo.profile.json_file import ProfileError, from_json, to_json
-from ds_memo.profile.layer_call import LayerCall
 from ds_memo.profile.merge_ranks import most_careful
-from ds_memo.profile.sample import LayerProfile
+from ds_memo.profile.run_profile import LayerProfile
 from ds_memo.profile.tile_sample import PARTS, TileSample, in_tiles
 from ds_memo.profile.tiles import measure_in_tiles
 from ds_memo.remat.layer import Layer
@@ -34,23 +34,23 @@ CPU = torch.device("cpu")
 LONGEST = 768
 
 
-def llama_call() -> LayerCall:
+def llama_call() -> CaughtCall:
     catch_attention()
     model = small("llama").train()
     layer, x = model.model.layers[0], torch.randn(1, LONGEST, model.config.hidden_size, requires_grad=True)
     positions = torch.arange(LONGEST)[None]
     tables = model.model.rotary_emb(x, positions)
     more = {"position_embeddings": tables, "attention_mask": None, "position_ids": positions}
-    return LayerCall(Layer(0, "layer 0", layer), layer.forward, (x,), more)
+    return CaughtCall(Layer(0, "layer 0", layer), layer.forward, (x,), more)
 
 
 @pytest.fixture(scope="module")
-def call() -> LayerCall:
+def call() -> CaughtCall:
     return llama_call()
 
 
 @pytest.fixture(scope="module")
-def samples(call: LayerCall) -> tuple[TileSample, ...]:
+def samples(call: CaughtCall) -> tuple[TileSample, ...]:
     return measure_in_tiles(call, (256, 512), CPU)
 
 
@@ -58,7 +58,7 @@ def samples(call: LayerCall) -> tuple[TileSample, ...]:
 def test_a_hybrid_is_left_as_it_was() -> None:
     layer = architectures.build("lfm2", layer_types=["conv", "full_attention"] * 2).model.layers[0]
     x = torch.randn(1, LONGEST, architectures.HIDDEN, requires_grad=True)
-    call = LayerCall(Layer(0, "layer 0", layer), layer.forward, (x,), {"attention_mask": None})
+    call = CaughtCall(Layer(0, "layer 0", layer), layer.forward, (x,), {"attention_mask": None})
     source = sys.modules[type(layer).__module__]
     before = fingerprint(layer), dict(vars(source))
     measure_in_tiles(call, (64, 128), CPU)
@@ -78,7 +78,7 @@ def peaks(sample: TileSample, stored: bool) -> tuple[int, int]:
 
 @pytest.mark.parametrize("tokens, tile", [(256, 64), (768, 192), (640, 320)])
 def test_bytes_at_other_lengths_and_in_other_tiles(
-    call: LayerCall, samples: tuple[TileSample, ...], tokens: int, tile: int
+    call: CaughtCall, samples: tuple[TileSample, ...], tokens: int, tile: int
 ) -> None:
     costs = in_tiles(whole(tokens), samples, 1, tokens, Tiles(tile))
     measured = tiles._measure(call, tokens, Tiles(tile), 1, CPU, None, 0)[0]
@@ -87,7 +87,7 @@ def test_bytes_at_other_lengths_and_in_other_tiles(
     assert costs.working.backward < 0.95 * costs.working_at_0.backward, "GEMM outputs are part of the frame"
 
 
-def test_without_a_tiles_transients_they_are_wrong(call: LayerCall, samples: tuple[TileSample, ...]) -> None:
+def test_without_a_tiles_transients_they_are_wrong(call: CaughtCall, samples: tuple[TileSample, ...]) -> None:
     """The check above would see it."""
     few, many, larger = samples
     costs = in_tiles(whole(768), (few, many, dataclasses.replace(larger, peaks=many.peaks)), 1, 768, Tiles(320))
@@ -109,11 +109,11 @@ def test_groups_of_heads_take_what_was_measured(samples: tuple[TileSample, ...])
 def test_seconds_are_those_of_the_parts(samples: tuple[TileSample, ...]) -> None:
     costs = in_tiles(dataclasses.replace(whole(512), attention_backward_s=1.0), samples, 1, 512, Tiles(128))
     seconds = dict(zip(PARTS, samples[1].seconds, strict=True))
-    assert costs.forward_s == pytest.approx(seconds["heads"] + seconds["tails"] + whole(512).attention_s)
+    assert costs.forward_s == pytest.approx(seconds["pre"] + seconds["post"] + whole(512).attention_s)
     assert costs.in_tiles is not None and costs.in_tiles.count == 4
-    assert costs.in_tiles.tails_backward_s == pytest.approx(seconds["tails_backward"])
+    assert costs.in_tiles.post_backward_s == pytest.approx(seconds["post_backward"])
     again = costs.gemm_s + costs.replay_s
-    assert costs.backward_s + again == pytest.approx(seconds["tails_backward"] + 1.0 + seconds["heads_backward"])
+    assert costs.backward_s + again == pytest.approx(seconds["post_backward"] + 1.0 + seconds["pre_backward"])
 
 
 def test_smaller_tiles_are_never_shorter(samples: tuple[TileSample, ...]) -> None:
@@ -131,7 +131,7 @@ class Sums(nn.Linear):
 
 def test_a_layer_that_cannot_be_tiled_says_why() -> None:
     layer = Sums(16, 16)
-    call = LayerCall(Layer(0, "layer 0", layer), layer.forward, (torch.randn(1, 512, 16, requires_grad=True),), {})
+    call = CaughtCall(Layer(0, "layer 0", layer), layer.forward, (torch.randn(1, 512, 16, requires_grad=True),), {})
     with pytest.raises(CannotTile, match="attention"):
         measure_in_tiles(call, (256, 512), CPU)
 
@@ -140,11 +140,11 @@ def test_a_layer_without_attention() -> None:
     """Its only parts are those behind attention. Their bytes are known at other lengths and in other tiles."""
     model = architectures.build("lfm2", layer_types=["conv"] * 4)
     layer, x = model.model.layers[0], torch.randn(1, LONGEST, model.config.hidden_size, requires_grad=True)
-    call = LayerCall(Layer(0, "layer 0", layer), layer.forward, (x,), {"attention_mask": None})
+    call = CaughtCall(Layer(0, "layer 0", layer), layer.forward, (x,), {"attention_mask": None})
     found = measure_in_tiles(call, (256, 512), CPU)
-    tails = [PARTS.index(part) for part in ("tails", "tails_backward")]
+    post = [PARTS.index(part) for part in ("post", "post_backward")]
     for sample in found:
-        assert sum(sample.seconds[part] for part in tails) > 0.95 * sum(sample.seconds)
+        assert sum(sample.seconds[part] for part in post) > 0.95 * sum(sample.seconds)
     costs = in_tiles(whole(768), found, 1, 768, Tiles(192))
     measured = tiles._measure(call, 768, Tiles(192), 1, CPU, None, 0)[0]
     assert (costs.working_at_0.forward, costs.working_at_0.backward) == pytest.approx(peaks(measured, False), rel=0.02)
@@ -153,7 +153,7 @@ def test_a_layer_without_attention() -> None:
     assert mixed.tilings([(1, 1024)])[0].tokens == 512
 
 
-def test_nothing_is_left_behind(call: LayerCall, samples: tuple[TileSample, ...]) -> None:
+def test_nothing_is_left_behind(call: CaughtCall, samples: tuple[TileSample, ...]) -> None:
     module = call.layer.module()
     assert all(parameter.grad is None for parameter in module.parameters())
     assert "forward" not in vars(module)

@@ -15,7 +15,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import _disable_current_modes
 
 import ds_memo
-from ds_memo.profile.layer_call import LayerCall
+from ds_memo.profile.caught_call import CaughtCall
 from ds_memo.remat import modes
 from ds_memo.remat.layer import Layer
 from tests.faults import put_in
@@ -378,7 +378,7 @@ def test_a_block_mask_is_cut_with_its_call() -> None:
 
     mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 512, 512, device="cpu")
     block = Block()
-    call = LayerCall(Layer(0, "layer", block), block.forward, (torch.randn(1, 512, HIDDEN),), {"mask": mask})
+    call = CaughtCall(Layer(0, "layer", block), block.forward, (torch.randn(1, 512, HIDDEN),), {"mask": mask})
     fn, args, _ = call.at(256)
     assert args[0].shape[1] == 256
     assert fn.keywords["mask"].seq_lengths == (256, 256)

@@ -175,6 +175,17 @@ class SharesAProduct(Lines):
         return x + self.a(F.gelu(y)) * z
 
 
+class FrozenBehindAProduct(Lines):
+    """Autograd saves nothing between the two: rows of the second want the first for themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.b.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.c(F.gelu(self.b(self.a(x))))
+
+
 @torch.jit.script
 def dropped_and_added(x: torch.Tensor, residual: torch.Tensor, p: float) -> torch.Tensor:
     return residual + torch.nn.functional.dropout(x, p, True)
@@ -195,6 +206,7 @@ class EndsInTorchScript(Lines):
 LAYERS = [
     ChangesProducts, ChangesItsOutput, LooksAtValues, LooksWithoutSaving, ChangesChoice, Strided, NestedCheckpoint,
     NestedReentrantCheckpoint, NestedMemoCheckpoint, Sparse, Graph, TakesAnIndex, Branches, SharesAProduct, EndsInTorchScript,
+    FrozenBehindAProduct,
 ]  # fmt: skip
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import ds_memo
-from ds_memo.profile import layer_call as profile_call
+from ds_memo.profile import caught_call as profile_call
 from ds_memo.remat.layer_state import Before
 from tests.models import HIDDEN, Batch, Block, Different, assert_same_grads, gradients, poisoned_memory
 from tests.remat.situations import toy
@@ -206,6 +206,12 @@ def test_it_shows_if_the_profile_is_not_undone(block: type, monkeypatch: pytest.
 # ---- what is changed between a forward and its backward
 
 
+def forward(model: nn.Module, seed: int = 0) -> torch.Tensor:
+    """Return the loss of a batch."""
+    batch = Batch.random(2, 17, seed=seed)
+    return model(inputs_embeds=batch.embeds, labels=batch.labels).loss
+
+
 def switched(change: Callable[[Any], Any], block: Any = Block, prepare: Callable[[nn.Module], Any] = lambda model: model) -> None:
     """Change a model between a forward and its backward; compare with stock, where the backward does not see that.
 
@@ -217,9 +223,8 @@ def switched(change: Callable[[Any], Any], block: Any = Block, prepare: Callable
         model = toy(block)
         handle = ds_memo.attach(model, config) if config else None
         for number in range(2):
-            batch = Batch.random(2, 17, seed=number)
             prepared = prepare(model)
-            loss = model(inputs_embeds=batch.embeds, labels=batch.labels).loss
+            loss = forward(model, number)
             change(prepared)
             flags = [part.training for part in model.modules()]
             loss.backward()
@@ -286,8 +291,7 @@ def test_another_weight_is_refused(config: dict, monkeypatch: pytest.MonkeyPatch
     ds_memo.attach(model, config)
     for _ in range(2):  # analysed, then by its recipe
         monkeypatch.setitem(SWITCH, "weight", "a")
-        batch = Batch.random(2, 17)
-        loss = model(inputs_embeds=batch.embeds, labels=batch.labels).loss
+        loss = forward(model)
         monkeypatch.setitem(SWITCH, "weight", "b")
         with pytest.raises(ds_memo.MemoError, match=re.escape("multiplied by a.weight, now by b.weight")):
             loss.backward()
@@ -300,8 +304,7 @@ def test_a_product_of_another_shape_is_refused() -> None:
 
     model = toy(Narrows)
     ds_memo.attach(model, SOME)
-    batch = Batch.random(2, 17)
-    loss = model(inputs_embeds=batch.embeds, labels=batch.labels).loss
+    loss = forward(model)
     SWITCH["tokens"] = 5
     try:
         with pytest.raises(ds_memo.MemoError, match=r"did not repeat its forward: op .* made a tensor of shape"):
@@ -323,9 +326,8 @@ class WritesMuch(Block):
 def test_a_large_buffer_is_warned_of() -> None:
     model = toy(WritesMuch)
     ds_memo.attach(model, SOME)
-    batch = Batch.random(2, 17)
     with pytest.warns(ds_memo.MemoWarning, match="it writes to its table, which is above 1 MiB"):
-        model(inputs_embeds=batch.embeds, labels=batch.labels)
+        forward(model)
 
 
 class DrawsUnseen(Block):
@@ -338,8 +340,7 @@ class DrawsUnseen(Block):
 def test_what_cannot_be_replayed_is_warned_of() -> None:
     model = toy(DrawsUnseen)
     handle = ds_memo.attach(model, SOME)
-    batch = Batch.random(2, 17)
-    loss = model(inputs_embeds=batch.embeds, labels=batch.labels).loss
+    loss = forward(model)
     with pytest.warns(ds_memo.MemoWarning, match="its replay computes other values than its forward did"):
         loss.backward()
     assert sum("other values" in warning for warning in handle.report()["warnings"]) == 1
@@ -368,6 +369,5 @@ class SavesASeed(Block):
 def test_an_unwritten_seed_is_no_other_value() -> None:
     model = toy(SavesASeed)
     handle = ds_memo.attach(model, SOME)
-    batch = Batch.random(2, 17)
-    model(inputs_embeds=batch.embeds, labels=batch.labels).loss.backward()
+    forward(model).backward()
     assert not handle.report()["warnings"]

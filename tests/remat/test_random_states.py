@@ -82,7 +82,9 @@ def parallel_toy(tracker: Any) -> nn.Module:
 
         def attend(self, x: torch.Tensor) -> torch.Tensor:
             b, s, _ = x.shape
-            q, k, v = self.qkv(self.norm1(x)).view(b, s, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
+            with tracker.fork():  # behind attention, the state that is supplied with it would hide one that was not put back
+                x = self.dropout(self.norm1(x))
+            q, k, v = self.qkv(x).view(b, s, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
             with tracker.fork():
                 out = dropping_attention(q, k, v)[0]
                 return self.dropout(self.o(out.transpose(1, 2).reshape(b, s, HIDDEN)))

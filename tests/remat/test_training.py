@@ -14,6 +14,7 @@ from torch import nn
 import ds_memo
 from ds_memo.profile.live import LiveBytes
 from ds_memo.remat import recorded
+from tests.everyday import everyday
 from tests.faults import put_in
 from tests.inside import inside
 from tests.models import (
@@ -87,15 +88,11 @@ def test_replaced_parameters(config: dict) -> None:
     compare_with_stock(toy(Chain), replace, config, steps=4)
 
 
-@pytest.mark.parametrize(
-    "name, way",
-    [
-        *(("llama", way) for way in WAYS if way != "compiled"),
-        ("plain", "compiled"),
-        ("mixtral", "mixed"),
-        ("mixtral", "recomputed"),
-    ],
-)
+CAST = [("plain", "compiled"), ("mixtral", "mixed"), ("mixtral", "recomputed")]
+CAST += [("llama", way) for way in WAYS if way != "compiled"]
+
+
+@pytest.mark.parametrize("name, way", everyday(CAST, [("llama", "tiles"), ("mixtral", "mixed")]))
 def test_autocast_but_in_the_second_step(name: str, way: str) -> None:
     def cast(model: nn.Module, number: int) -> Outcome:
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=number != 1):

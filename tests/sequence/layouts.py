@@ -6,7 +6,10 @@ import random
 from collections.abc import Sequence
 from dataclasses import fields
 
-from ds_memo.sequence.parts import Parts
+import torch
+
+from ds_memo.sequence.masks import Mask
+from ds_memo.sequence.parts import SequenceParts
 from ds_memo.sequence.ranks import SequenceRanks
 from ds_memo.sequence.striped import Striped
 
@@ -22,15 +25,38 @@ def ranks(ulysses: int, ring: int, number: int) -> SequenceRanks:
 
 def of_all(
     ulysses: int, ring: int, length: int, documents: Sequence[Sequence[int]] = ((0,),), zigzag: bool = True
-) -> list[Parts]:
+) -> list[SequenceParts]:
     """Return the parts as each rank has them."""
-    return [Parts(ranks(ulysses, ring, number), length, documents, zigzag) for number in range(ulysses * ring)]
+    return [SequenceParts(ranks(ulysses, ring, number), length, documents, zigzag) for number in range(ulysses * ring)]
 
 
-def striped(everywhere: Sequence[Parts], tile: int) -> list[Parts]:
+def striped(everywhere: Sequence[SequenceParts], tile: int) -> list[SequenceParts]:
     """Return the same sequences in tiles, as each rank has them."""
     return [Striped(parts, tile) for parts in everywhere]
 
 
 def random_documents(generator: random.Random, length: int, rows: int) -> tuple[tuple[int, ...], ...]:
     return tuple((0, *sorted(generator.sample(range(1, length), generator.randrange(min(4, length))))) for _ in range(rows))
+
+
+def dense(mask: Mask, length: int, documents: tuple[tuple[int, ...], ...]) -> torch.Tensor:
+    """(rows, queries, keys) of the sequence without padding, from the definition of each kind."""
+    query, key = torch.arange(length)[:, None], torch.arange(length)[None, :]
+    rows = []
+    for row, starts in enumerate(documents):
+        first = torch.tensor([max(start for start in starts if start <= token) for token in range(length)])
+        within = first[:, None] == first[None, :]
+        causal = (key <= query) & within
+        if mask.kind == "both":
+            rows.append(within)
+        elif mask.kind == "table":
+            lo, hi = (edge[row if len(mask.table[0]) > 1 else 0] for edge in mask.table)
+            rows.append((key >= lo[:, None]) & (key <= hi[:, None]) & within)
+        elif mask.kind == "window":
+            rows.append(causal & (query - key < mask.size))
+        elif mask.kind == "chunk":
+            chunk = (torch.arange(length) - first) // mask.size
+            rows.append(causal & (chunk[:, None] == chunk[None, :]))
+        else:
+            rows.append(causal)
+    return torch.stack(rows)

@@ -4,41 +4,27 @@ from __future__ import annotations
 
 import math
 import random
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from ds_memo.sequence import kernels
-from ds_memo.sequence.kernels import Call, Cpu, Flash, Math, backward, forward, merge, side_by_side
+from ds_memo.sequence.kernels import Cpu, Flash, KernelCall, Math, backward, forward, merge, side_by_side
 from ds_memo.sequence.masks import Band, Mask, plan
-from ds_memo.sequence.parts import Parts
+from ds_memo.sequence.parts import SequenceParts
+from tests.sequence.layouts import dense, of_all, random_documents
 
 EXACT = 1e-12
 
 
-def ranks(ring: int, number: int) -> Any:
-    return SimpleNamespace(size=ring, ulysses=1, ring=ring, number=number, ring_number=number)
+def visible(parts: SequenceParts, mask: Mask, rows: int) -> torch.Tensor:
+    """Return which keys queries see (b, s, s)."""
+    return dense(mask, parts.length, tuple(parts.documents[row % len(parts.documents)] for row in range(rows)))
 
 
-def visible(parts: Parts, mask: Mask, rows: int) -> torch.Tensor:
-    """Return which keys queries see (b, s, s), token by token, by the definition of the mask."""
-    seen = torch.zeros(rows, parts.length, parts.length, dtype=torch.bool)
-    every = torch.arange(parts.length)
-    for row in range(rows):
-        starts = torch.zeros(parts.length, dtype=torch.long)
-        for start in parts.documents[row % len(parts.documents)]:
-            starts[start:] = start
-        i, j, start = every[:, None], every[None], starts[:, None]
-        same = starts[None] == start
-        if mask.kind == "both":
-            seen[row] = same
-        elif mask.kind == "chunk":
-            seen[row] = same & (j <= i) & ((i - start) // mask.size == (j - start) // mask.size)
-        else:
-            seen[row] = same & (j <= i) & ((i - j < mask.size) | (mask.kind != "window"))
-    return seen
+def layout(ring: int, length: int, documents: Any = ((0,),)) -> list[SequenceParts]:
+    return of_all(1, ring, length, tuple(map(tuple, documents)))
 
 
 def reference(
@@ -55,7 +41,7 @@ def reference(
 
 
 def ring_of(
-    parts: Parts, inputs: list[torch.Tensor], mask: Mask, scale: float, softcap: float, own: int
+    parts: SequenceParts, inputs: list[torch.Tensor], mask: Mask, scale: float, softcap: float, own: int
 ) -> tuple[list[torch.Tensor], list[Any]]:
     """Compute one ring number's queries step by step; return out, lse and gradients by q and by all keys and values."""
     q, k, v, grad = inputs
@@ -90,36 +76,30 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def differences(
-    parts_of: Any, mask: Mask, rows: int = 1, heads: tuple[int, int] = (4, 2), sizes: tuple[int, int] = (8, 8),
+    everywhere: list[SequenceParts], mask: Mask, rows: int = 1, heads: tuple[int, int] = (4, 2), sizes: tuple[int, int] = (8, 8),
     softcap: float = 0.0, dtype: torch.dtype = torch.float64,
     device: str = "cpu",
 ) -> list[float]:  # fmt: skip
     """Return errors of out, lse and the gradients over all ring numbers, relative to the largest value."""
-    ring = parts_of(0).ranks.ring
-    length = parts_of(0).length
+    length = everywhere[0].length
     torch.manual_seed(length)
     (h, hk), (d, e) = heads, sizes
     inputs = [torch.randn(rows, length, n, size, dtype=torch.float64) for n, size in ((h, d), (hk, d), (hk, e), (h, e))]
     inputs = [x.to(dtype) for x in inputs]
     q, k, v = (x.double().detach().requires_grad_() for x in inputs[:3])
     key_of = [i * hk // h for i in range(h)]
-    seen = visible(parts_of(0), mask, rows)
+    seen = visible(everywhere[0], mask, rows)
     out, lse = reference(q, k, v, seen, 0.3, softcap, key_of)
     grads = torch.autograd.grad(out, (q, k, v), inputs[3].double())
     whole = [x.detach() for x in (out, lse, *grads)]
     total = [torch.zeros_like(x) for x in whole]
-    for own in range(ring):
-        parts = parts_of(own)
+    for own, parts in enumerate(everywhere):
         at = torch.cat([torch.arange(*piece) for piece in parts.pieces_of_ring(own)])
         got = [x.cpu().double() for x in ring_of(parts, [x.to(device) for x in inputs], mask, 0.3, softcap, own)[0]]
         total[0][:, at], total[1][:, :, at], total[2][:, at] = got[:3]
         total[3] += got[3]
         total[4] += got[4]
     return [error(*pair) for pair in zip(total, whole, strict=True)]
-
-
-def random_documents(rng: random.Random, length: int, rows: int) -> list[list[int]]:
-    return [sorted({0, *(rng.randrange(length) for _ in range(rng.choice([0, 1, 5])))}) for _ in range(rows)]
 
 
 MASKS = [Mask(), Mask("window", 7), Mask("chunk", 6), Mask("both")]
@@ -134,7 +114,7 @@ def test_ring_steps_merge_to_the_softmax_over_all_keys(ring: int, mask: Mask, mo
     for _ in range(6):
         length, rows = rng.randrange(9, 60), rng.choice([1, 2])
         documents = random_documents(rng, length, rows)
-        assert max(differences(lambda own: Parts(ranks(ring, own), length, documents), mask, rows)) < EXACT  # noqa: B023
+        assert max(differences(layout(ring, length, documents), mask, rows)) < EXACT
     kernels._work.cache_clear()
 
 
@@ -155,7 +135,7 @@ def test_heads_of_any_number_and_size(case: dict[str, Any], mask: Mask, monkeypa
     monkeypatch.setattr(kernels, "SIDE", 7)
     kernels._work.cache_clear()
     documents = [[0, 5, 31], [0]]
-    assert max(differences(lambda own: Parts(ranks(2, own), 40, documents), mask, 2, **case)) < EXACT
+    assert max(differences(layout(2, 40, documents), mask, 2, **case)) < EXACT
     kernels._work.cache_clear()
 
 
@@ -163,7 +143,7 @@ def test_heads_of_any_number_and_size(case: dict[str, Any], mask: Mask, monkeypa
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)], ids=str)
 @pytest.mark.parametrize("softcap", [0.0, 1.5])
 def test_lower_precision(dtype: torch.dtype, tolerance: float, softcap: float) -> None:
-    errors = differences(lambda own: Parts(ranks(2, own), 40, [[0, 17]]), Mask("window", 9), dtype=dtype, softcap=softcap)
+    errors = differences(layout(2, 40, [[0, 17]]), Mask("window", 9), dtype=dtype, softcap=softcap)
     assert max(errors) < tolerance
 
 
@@ -178,12 +158,12 @@ def test_lower_precision(dtype: torch.dtype, tolerance: float, softcap: float) -
 def test_on_cuda(case: dict[str, Any], dtype: torch.dtype, tolerance: float) -> None:
     for mask in (Mask(), Mask("window", 70), Mask("chunk", 60), Mask("both")):
         for ring, documents in ((1, [[0]]), (1, [[0, 5, 310]]), (2, [[0, 5, 310], [0]]), (3, [[0]])):
-            errors = differences(lambda own: Parts(ranks(ring, own), 600, documents), mask, 2, dtype=dtype, device="cuda", **case)  # noqa: B023
+            errors = differences(layout(ring, 600, documents), mask, 2, dtype=dtype, device="cuda", **case)
             assert max(errors) < tolerance, (mask, ring, documents, errors)
 
 
 def test_a_window_wider_than_the_kernel_s_own_blocks() -> None:
-    assert max(differences(lambda own: Parts(ranks(1, own), 1500), Mask("window", 700), heads=(1, 1))) < EXACT
+    assert max(differences(layout(1, 1500), Mask("window", 700), heads=(1, 1))) < EXACT
 
 
 @pytest.mark.parametrize("softcap", [0.0, 2.0])
@@ -212,7 +192,7 @@ def test_no_bands() -> None:
 
 def test_gradients_want_the_log_sum_exp_of_all_steps() -> None:
     """Negative control: that of one step is wrong."""
-    parts = Parts(ranks(2, 1), 40)
+    parts = layout(2, 40)[1]
     q, k, v, grad = (torch.randn(1, 40, 2, 8, dtype=torch.float64) for _ in range(4))
     (out, lse, dq, *_), found = ring_of(parts, [q, k, v, grad], Mask(), 0.3, 0.0, 1)
     at = [torch.cat([torch.arange(*piece) for piece in parts.pieces_of_ring(number)]) for number in (1, 0)]
@@ -244,7 +224,7 @@ def test_blocks_have_the_keys_that_they_see() -> None:
 # ---- what flash attention is called with -------------------------------------------------------------------------------------
 
 
-def documented(calls: list[Call], rows: int, s: int, t: int) -> torch.Tensor:
+def documented(calls: list[KernelCall], rows: int, s: int, t: int) -> torch.Tensor:
     """Return how often each query is given each key, where flash attention counts windows from the bottom right."""
     flat = any(call.borders for call in calls)
     counts = torch.zeros((1, rows * s, rows * t) if flat else (rows, s, t), dtype=torch.int)
@@ -273,8 +253,7 @@ def test_flash_windows_show_each_key_once(mask: Mask) -> None:
     for _ in range(40):
         length, rows, ring = rng.randrange(5, 60), rng.choice([1, 2, 3]), rng.choice([1, 2, 3])
         documents = random_documents(rng, length, rng.choice([1, rows]))
-        for own in range(ring):
-            parts = Parts(ranks(ring, own), length, documents)
+        for own, parts in enumerate(layout(ring, length, documents)):
             at = [torch.cat([torch.arange(*piece) for piece in parts.pieces_of_ring(number)]) for number in range(ring)]
             for step, bands in enumerate(plan(parts, mask).steps):
                 if bands:
@@ -333,35 +312,35 @@ def test_bands_around_a_ring_in_zigzag_are_joined() -> None:
 @pytest.mark.parametrize("documents", [[[0, 10, 11, 30]], [[0, 10, 11, 30], [0], [0, 1, 2, 3]]], ids=["alike", "different"])
 @pytest.mark.parametrize("mask", [Mask(), Mask("window", 9)], ids=lambda mask: mask.kind)
 def test_packed_rows_are_one_flash_call(documents: list[list[int]], mask: Mask) -> None:
-    bands = plan(Parts(ranks(1, 0), 40, documents), mask).steps[0]
+    bands = plan(layout(1, 40, documents)[0], mask).steps[0]
     (call,) = Flash(1.0).calls(bands, 3, 40, 40)
     assert call.queries == call.keys == (0, 120)
     assert call.limits == (None if mask.kind == "causal" else 8, 0)
 
 
 def test_one_document_is_flash_attention_of_whole_rows() -> None:
-    bands = plan(Parts(ranks(1, 0), 40), Mask()).steps[0]
-    assert Flash(1.0).calls(bands, 3, 40, 40) == [Call(None, (0, 40), (0, 40), (None, 0))]
+    bands = plan(layout(1, 40)[0], Mask()).steps[0]
+    assert Flash(1.0).calls(bands, 3, 40, 40) == [KernelCall(None, (0, 40), (0, 40), (None, 0))]
 
 
 def test_rows_end_to_end_give_what_rows_give(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run calls side by side on the CPU, border by border, in the place of the CUDA kernel."""
 
     class Side(Flash):
-        def each(self, call: Call) -> list[Call]:
+        def each(self, call: KernelCall) -> list[KernelCall]:
             spans = zip(call.borders[0], call.borders[0][1:], call.borders[1], call.borders[1][1:], strict=False)
             return [
-                Call(None, (a, b), (c, d), (left and left - (d - c) + (b - a), right and right + (d - c) - (b - a)))
+                KernelCall(None, (a, b), (c, d), (left and left - (d - c) + (b - a), right and right + (d - c) - (b - a)))
                 for a, b, c, d in spans
                 for left, right in [call.limits]
             ]
 
-        def forward(self, qkv: Any, call: Call) -> Any:
+        def forward(self, qkv: Any, call: KernelCall) -> Any:
             qkv = [qkv[0], *(x.repeat_interleave(2, 2) for x in qkv[1:])]
             outs = [Math(self.scale).forward(kernels._parts(qkv, part), part) for part in self.each(call)]
             return torch.cat([out for out, _ in outs], 1), torch.cat([lse for _, lse in outs], 2)
 
-        def backward(self, grad: Any, qkv: Any, out: Any, lse: Any, call: Call) -> Any:
+        def backward(self, grad: Any, qkv: Any, out: Any, lse: Any, call: KernelCall) -> Any:
             qkv = [qkv[0], *(x.repeat_interleave(2, 2) for x in qkv[1:])]
             dq, dk, dv = (torch.cat(shares, 1) for shares in zip(*(
                 Math(self.scale).backward(
@@ -377,7 +356,7 @@ def test_rows_end_to_end_give_what_rows_give(monkeypatch: pytest.MonkeyPatch) ->
     torch.manual_seed(0)
     documents = [[0, 10, 11, 30], [0]]
     q, k, v, grad = (torch.randn(2, 40, h, 8, dtype=torch.float64) for h in (4, 2, 2, 4))
-    parts = Parts(ranks(1, 0), 40, documents)
+    parts = layout(1, 40, documents)[0]
     bands = plan(parts, Mask()).steps[0]
     out, lse = forward(q, k, v, bands, 0.3)
     grads = backward(grad, q, k, v, out, lse.contiguous(), bands, 0.3)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from ds_memo.sequence.split import ulysses_size
+from ds_memo.sequence.ulysses_size import ulysses_size
 
 
 @pytest.mark.parametrize(

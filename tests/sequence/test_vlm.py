@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -16,57 +15,19 @@ from ds_memo.deepspeed import sequence
 from ds_memo.hf import sequence as hf_sequence
 from ds_memo.hf import sequence_tables
 from ds_memo.sequence.masks import Mask
-from tests import models
 from tests.distributed_harness.common import DistributedTest
 from tests.everyday import everyday
 from tests.faults import put_in
-from tests.sequence import vision, whole_and_parts
-from tests.sequence.whole_and_parts import ROUNDING, SUMS, Outcome, float64, mean_loss, memo, part, summed_gradients
-
-MOVES = 0.02
-"""Share of the logits that turning the images over changes, at least."""
+from tests.sequence import vision
+from tests.sequence.whole_and_parts import assert_within_rounding, mean_loss, memo, off, part
 
 
-def of_whole(name: str, batch: vision.Batch) -> Outcome:
-    model = vision.build(name)
-    logits = batch.logits(model)
-    with torch.no_grad():
-        moved = batch.logits(model, pixel_values=-batch.inputs["pixel_values"]) - logits
-    assert moved.norm() > MOVES * logits.norm(), f"{name} does not look at its images"
-    mean_loss(logits, batch.labels).backward()
-    return Outcome(batch.real(logits), whole_and_parts.gradients(model))
-
-
-def of_parts(model: torch.nn.Module, batch: vision.Batch) -> Outcome:
-    logits, labels = batch.logits(model), part(batch.labels)
-    sequence.mean_over_ranks(mean_loss(logits, labels), labels, SUMS).backward()
-    return Outcome(batch.real(whole_and_parts.whole(logits)), summed_gradients(model))
-
-
-def distances(
-    name: str, ulysses: int, padding: tuple[int, ...], settings: dict[str, Any] | None = None, steps: int = 3
-) -> tuple[float, float, str]:
-    batch = vision.Batch(name, padding)
-    want = of_whole(name, batch)
-    model = vision.build(name)
-    sequence.set_up(model, dist.get_world_size(), ulysses=ulysses)
-    handle = None if settings is None else ds_memo.attach(model.train(), settings)
-    found = [of_parts(model, batch).off(want) for _ in range(1 if settings is None else steps)]
-    if handle is not None:
-        assert handle.report()["frames"]
-        handle.detach()
-    return max(off for off, *_ in found), *max(found, key=lambda off: off[1])[1:]
+def distances(name: str, ulysses: int, padding: tuple[int, ...], settings: Any = None) -> tuple[float, float, str]:
+    return off(lambda: vision.build(name), lambda _: vision.Batch(name, padding), ulysses, settings)
 
 
 def assert_exact(name: str, ulysses: int, padding: tuple[int, ...] = (0, 0), settings: dict[str, Any] | None = None) -> None:
-    for dtype, context in ((torch.float32, nullcontext), (torch.float64, float64)):
-        most = ROUNDING[dtype]
-        with context():
-            of_logits, of_gradient, where = distances(name, ulysses, padding, settings)
-        if not (of_logits <= most[0] and of_gradient <= most[1]):
-            raise models.Different(
-                f"{name} in {dtype}: logits are off by {of_logits:.1e}, the gradient of {where} by {of_gradient:.1e}"
-            )
+    assert_within_rounding(name, lambda: distances(name, ulysses, padding, settings))
 
 
 @pytest.mark.parametrize("window", [None, 9])

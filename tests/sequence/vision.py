@@ -10,10 +10,14 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForImageTextToText, __version__
 
+from ds_memo.deepspeed import sequence
 from tests.models import HEADS, HIDDEN, VOCAB
+from tests.sequence.whole_and_parts import SUMS, Outcome, gradients, mean_loss, part, summed_gradients, whole
 
 IMAGE, VIDEO, START, END = range(VOCAB - 4, VOCAB)
 """Tokens in whose places an image or a video goes, and those around it."""
+MOVES = 0.02
+"""Share of the logits that turning the images over changes, at least."""
 ROWS, LENGTH = 2, 45
 """A length that is no multiple of a number of ranks."""
 AT = (9, 21)
@@ -245,6 +249,19 @@ class Batch:
         """Return those of this rank's part, if the model is sequence-parallel."""
         given = {"input_ids": self.tokens, "attention_mask": self.mask, **self.inputs, **inputs}
         return model(**given, use_cache=False).logits
+
+    def apart(self, model: nn.Module) -> Outcome:
+        logits = self.logits(model)
+        with torch.no_grad():
+            moved = self.logits(model, pixel_values=-self.inputs["pixel_values"]) - logits
+        assert moved.norm() > MOVES * logits.norm(), "the model does not look at its images"
+        mean_loss(logits, self.labels).backward()
+        return Outcome(self.real(logits), gradients(model))
+
+    def in_parts(self, model: nn.Module) -> Outcome:
+        logits, labels = self.logits(model), part(self.labels)
+        sequence.mean_over_ranks(mean_loss(logits, labels), labels, SUMS).backward()
+        return Outcome(self.real(whole(logits)), summed_gradients(model))
 
     def real(self, logits: torch.Tensor) -> torch.Tensor:
         """Return those of tokens that are no padding."""

@@ -129,8 +129,8 @@ class Batch:
         labels = part(self.labels, lengths)
         return logits, sequence.mean_over_ranks(mean_loss(logits, labels), labels, SUMS)
 
-    def in_parts(self, model: nn.Module, lengths: Sequence[int] | None = None) -> Outcome:
-        logits, loss = self.forward(model, lengths)
+    def in_parts(self, model: nn.Module, parts: Sequence[int] | None = None) -> Outcome:
+        logits, loss = self.forward(model, parts)
         loss.backward()
         return Outcome(whole(logits), summed_gradients(model))
 
@@ -167,27 +167,28 @@ def summed_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     return grads
 
 
-def distances(
-    name: str,
+def off(
+    build: Callable[[], nn.Module],
+    make_batch: Callable[[nn.Module], Any],
     ulysses: int | None,
-    lengths: Lengths,
     memo: dict[str, Any] | None = None,
-    parts: Sequence[int] | None = None,
     steps: int = 3,
+    **how: Any,
 ) -> tuple[float, float, str]:
     """Run a model whole and in parts. Return the distance of logits and of the worst gradient, the worst of all ranks and steps.
 
     Args:
+        make_batch: returns what has `apart` and `in_parts`, as a :class:`Batch`, for a model.
         ulysses: ranks that trade heads; the others form a ring.
         memo: settings of memo; the forward and backward then run `steps` times.
-        parts: tokens of each rank's part; None: as equal as they can be.
+        how: arguments of `in_parts`.
     """
-    model = make(name)
-    batch = Batch(lengths, vocabulary=model.config.get_text_config().vocab_size)
+    model = build()
+    batch = make_batch(model)
     want = batch.apart(model)
     sequence.set_up(model, dist.get_world_size(), ulysses=ulysses)
     handle = None if memo is None else ds_memo.attach(model.train(), memo)  # in evaluation mode memo has nothing to do
-    found = [batch.in_parts(model, parts).off(want) for _ in range(1 if memo is None else steps)]
+    found = [batch.in_parts(model, **how).off(want) for _ in range(1 if memo is None else steps)]
     if handle is not None:
         assert handle.report()["frames"]
         handle.detach()
@@ -196,20 +197,34 @@ def distances(
     return max(off for (off, *_), _ in everywhere), *max(worst[1:] for _, worst in everywhere)
 
 
-def assert_exact(name: str, ulysses: int | None, lengths: Lengths, **how: Any) -> None:
-    """Compare a model whole and in parts, in float32 and in float64.
+def distances(name: str, ulysses: int | None, lengths: Lengths, memo: Any = None, **how: Any) -> tuple[float, float, str]:
+    """Return :func:`off` for sequences of documents of these lengths."""
+
+    def batch(model: Any) -> Batch:
+        return Batch(lengths, vocabulary=model.config.get_text_config().vocab_size)
+
+    return off(functools.partial(make, name), batch, ulysses, memo, **how)
+
+
+def assert_within_rounding(what: str, run: Callable[[], tuple[float, float, str]]) -> None:
+    """Check that parts are as the whole, in float32 and in float64.
 
     Raises:
-        Different: by how much it is off, and in which gradient.
+        Different: by how much they are off, and in which gradient.
     """
     for dtype, context in ((torch.float32, nullcontext), (torch.float64, float64)):
         most = ROUNDING[dtype]
         with context():
-            of_logits, of_gradient, where = distances(name, ulysses, lengths, **how)
+            of_logits, of_gradient, where = run()
         if not (of_logits <= most[0] and of_gradient <= most[1]):
             raise models.Different(
-                f"{name} in {dtype}: logits are off by {of_logits:.1e}, the gradient of {where} by {of_gradient:.1e}"
+                f"{what} in {dtype}: logits are off by {of_logits:.1e}, the gradient of {where} by {of_gradient:.1e}"
             )
+
+
+def assert_exact(name: str, ulysses: int | None, lengths: Lengths, **how: Any) -> None:
+    """Compare a model whole and in parts."""
+    assert_within_rounding(name, lambda: distances(name, ulysses, lengths, **how))
 
 
 def memo(alpha: float | None, **more: Any) -> dict[str, Any] | None:

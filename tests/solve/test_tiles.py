@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 
 import pytest
 
 from ds_memo.placement import Placement, PlacementKind, Tiles
 from ds_memo.solve.headroom import shortest
-from ds_memo.solve.layer_timing import LayerTiming
 from ds_memo.solve.memory import device_bytes
 from ds_memo.solve.placement_kinds import place
 from ds_memo.solve.refusals import NothingFits
@@ -35,9 +33,7 @@ def tiled(count: int = 8, units: float = 6.0, slower: float = 1.05) -> LayerCost
     working = PeakBytes(int(4.5 * UNIT), int(units * UNIT))
     backward_s = slower * (WHOLE.backward_s + WHOLE.gemm_s + WHOLE.replay_s)
     costs = replace(WHOLE, forward_s=slower * WHOLE.forward_s, backward_s=backward_s - WHOLE.gemm_s - WHOLE.replay_s)
-    parts = TileCosts(
-        count, tails_backward_s=0.6 * backward_s, heads_backward_s=0.1 * backward_s, heads_again_s=0.05 * backward_s
-    )
+    parts = TileCosts(count, post_backward_s=0.6 * backward_s, pre_backward_s=0.1 * backward_s, pre_again_s=0.05 * backward_s)
     again = replace(working, backward=working.backward + WHOLE.attention_bytes)
     return replace(costs, working=working, working_at_0=working, working_without_attention=again, in_tiles=parts)
 
@@ -88,37 +84,6 @@ def test_host_bytes_are_those_of_the_whole_but_for_pages() -> None:
 
 
 # ---- seconds
-
-
-def reloaded_one_ahead(leg: LayerTiming, alpha: float, stored: set[int]) -> float:
-    """Seconds of a backward's tails, tile by tile: a tile's reload begins with the computing of the one before it."""
-    assert leg.tiles is not None
-    count = leg.tiles.count
-    now = ready = 0.0
-    for number in range(count):
-        now = max(now, ready)
-        below = number + 1
-        rows = leg.reload_per_alpha if below in stored else 0.0
-        ready = now + (leg.reload_s + rows) / count if below < count else now
-        now += (leg.tiles.tails_backward_s - (leg.saved_s if number in stored else 0.0)) / count
-    return now
-
-
-def test_a_backward_in_tiles_takes_as_long_as_tile_by_tile() -> None:
-    for seed in range(30):
-        draw, count = random.Random(seed), 512
-        costs = replace(run(tiled(count), 1, link=draw.uniform(2e9, 200e9)), tiles=Tiles(64))
-        leg = LayerTiming.of(costs.layers[0], costs, PlacementKind.SWAPPED)
-        stored_tiles = draw.randint(0, count)
-        stored = {number * count // stored_tiles for number in range(stored_tiles)}
-        found = leg.at(stored_tiles / count)
-        assert leg.tiles is not None
-        others = leg.backward_s + leg.replay_s - leg.tiles.tails_backward_s - leg.tiles.heads_backward_s
-        heads_s = max(leg.tiles.heads_backward_s, leg.reload_input_s)
-        exact = reloaded_one_ahead(leg, stored_tiles / count, stored)
-        assert found.backward_s - others - heads_s == pytest.approx(exact, rel=0.01), seed
-        computed = leg.tiles.tails_backward_s - leg.saved_s * stored_tiles / count
-        assert found.waits_s == pytest.approx(exact - computed + heads_s - leg.tiles.heads_backward_s, abs=0.01 * exact), seed
 
 
 @pytest.mark.parametrize("link", (2e9, 10e9, 25e9, 50e9, 400e9))

@@ -1,7 +1,7 @@
 """The real engine in virtual time: the truth that the solver's schedule is compared with.
 
-`ds_memo.swap.engine.SwapEngine` itself runs here, over `ds_memo.nvme.home.FileHome` if there are drives. Streams and files only
-keep time, tensors only know their bytes, and the layers advance the compute clock as kernels would. The host issues work as
+`ds_memo.swap.engine.SwapEngine` itself runs here, over `ds_memo.nvme.file_home.FileHome` if there are drives. Streams and files
+only keep time, tensors only know their bytes, and the layers advance the compute clock as kernels would. The host issues work as
 compute reaches it: where it waits for files, compute waits.
 """
 
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from ds_memo.errors import MemoError
 from ds_memo.nvme import file_protocol
-from ds_memo.nvme.home import FileHome
+from ds_memo.nvme.file_home import FileHome
 from ds_memo.placement import Placement, PlacementKind
 from ds_memo.solve.run_costs import LayerCosts, NvmeCosts, Output, RunCosts, TileCosts
 from ds_memo.solve.schedule import Step
@@ -282,7 +282,7 @@ class _InTiles(_Whole):
     """A layer in tiles: the engine's methods in the order in which ds_memo.tiles.layer calls them.
 
     Of attention's outputs the first, its result, is cut into tiles; others are in attention's frame. If the result is not stored,
-    or differs from what the kernel returned, none is cut, and the backward begins with the heads.
+    or differs from what the kernel returned, none is cut, and the backward begins with what is before attention.
     """
 
     def forward(self) -> None:
@@ -293,7 +293,7 @@ class _InTiles(_Whole):
         at = next((i for i, output in enumerate(layer.outputs) if output.role == "attention"), len(layer.outputs))
         attended_s = layer.forward_s * (layer.outputs[at].born if at < len(layer.outputs) else 1.0)
         of_attention = [output for output in layer.outputs if output.role == "attention"]
-        result = [] if self._begins_with_heads else of_attention[:1]
+        result = [] if self._begins_with_pre else of_attention[:1]
         apart, with_gemms, without = layer.tile_blocks(self.placement.kind)
         of_tile = [*layer.outputs[:at], *result, *(output for output in layer.outputs[at:] if output.role != "attention")]
 
@@ -328,21 +328,21 @@ class _InTiles(_Whole):
     def backward(self) -> None:
         engine, layer, tiles, last = self.engine, self.layer, self._tiles, self._frames[-1]
         below = [self._attention or last, *self._frames]
-        attention_s = layer.backward_s + layer.replay_s + layer.gemm_s - tiles.tails_backward_s - tiles.heads_backward_s
-        if self._begins_with_heads:
-            self._run_heads_again(below)
+        attention_s = layer.backward_s + layer.replay_s + layer.gemm_s - tiles.post_backward_s - tiles.pre_backward_s
+        if self._begins_with_pre:
+            self._run_pre_again(below)
             if self._attention is not None:
                 engine.bring_back(self._attention, then=last)
-                attention_s -= tiles.heads_again_s  # in the seconds of the backward
+                attention_s -= tiles.pre_again_s  # in the seconds of the backward
             else:
                 self.streams.compute(layer.attention_s)
         for number, frame in reversed(list(enumerate(self._frames))):
             engine.bring_back(frame, then=below[number], again=True)
-            seconds = tiles.tails_backward_s - (layer.gemm_s if number in self._whole_tiles else 0.0)
+            seconds = tiles.post_backward_s - (layer.gemm_s if number in self._whole_tiles else 0.0)
             self.streams.compute(seconds / self._count)
             engine.replayed(frame)
             frame.first_only = True
-        if self._attention is not None and not self._begins_with_heads:
+        if self._attention is not None and not self._begins_with_pre:
             engine.bring_back(self._attention, then=last)
         self.streams.compute(attention_s)
         if self._attention is not None:
@@ -350,20 +350,20 @@ class _InTiles(_Whole):
         for frame in reversed(self._frames):
             engine.bring_back(frame)
             frame.first_only = False
-            self.streams.compute(tiles.heads_backward_s / self._count)
+            self.streams.compute(tiles.pre_backward_s / self._count)
             engine.replayed(frame)
 
-    def _run_heads_again(self, below: Sequence[Frame]) -> None:
+    def _run_pre_again(self, below: Sequence[Frame]) -> None:
         for frame in self._frames:
             frame.first_only = True
         for number, frame in reversed(list(enumerate(self._frames))):
             self.engine.bring_back(frame, then=below[number], again=True)
             frame.first_only = False
-            self.streams.compute(self._tiles.heads_again_s / self._count)
+            self.streams.compute(self._tiles.pre_again_s / self._count)
             self.engine.replayed(frame)
 
     @property
-    def _begins_with_heads(self) -> bool:
+    def _begins_with_pre(self) -> bool:
         return self.placement.kind.recomputes_attention or self._tiles.result_differs
 
     @property

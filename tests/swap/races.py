@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_memo.nvme.home import FileHome
+from ds_memo.nvme.file_home import FileHome
 from ds_memo.swap.pinned_segments import PAGE
 from ds_memo.swap.streams import ThreadStreams
 from tests.nvme.rig import FRAMES, Watched, attached_with_files

@@ -9,7 +9,7 @@ import itertools
 
 import pytest
 
-from ds_memo.nvme.home import FileHome
+from ds_memo.nvme.file_home import FileHome
 from ds_memo.swap.frame import Kept
 from ds_memo.swap.stream_protocol import H2D
 from ds_memo.swap.streams import ThreadStreams
@@ -33,6 +33,7 @@ SEEDS = {
 }
 """Schedules, the quickest first. Over files those that read from them; more than half of all are too short to."""
 GROUPS, ORDERED_GROUPS = 12, 3
+FIRST, NEXT = ([(way, group) for way in SEEDS for group in groups] for groups in ((0,), (1, 2, 3)))
 LATE_S = (3e-3,)
 pytestmark = pytest.mark.filterwarnings("ignore::ds_memo.MemoWarning")
 
@@ -42,7 +43,10 @@ def part_of(way: str, group: int) -> tuple[int, ...]:
     return SEEDS[way][group * count : (group + 1) * count]
 
 
-@pytest.mark.parametrize("way, group", everyday(itertools.product(SEEDS, range(GROUPS)), [(way, 0) for way in SEEDS]))
+@pytest.mark.parametrize(
+    "way, group",
+    everyday(itertools.product(SEEDS, range(GROUPS)), FIRST, [(way, group) for way in SEEDS for group in range(1, 4)]),
+)
 def test_random_schedules_with_late_copies_and_poisoned_memory(way, group, tmp_path):
     """In tiles the results are stock's, too, up to rounding."""
     total = 0
@@ -58,7 +62,9 @@ def test_random_schedules_with_late_copies_and_poisoned_memory(way, group, tmp_p
     assert total
 
 
-@pytest.mark.parametrize("way, group", everyday(itertools.product(SEEDS, range(ORDERED_GROUPS)), [("whole", 0)]))
+@pytest.mark.parametrize(
+    "way, group", everyday(itertools.product(SEEDS, range(ORDERED_GROUPS)), FIRST[:1], [(way, 1) for way in SEEDS])
+)
 def test_random_schedules_are_ordered_by_events_and_waits(way, group, tmp_path):
     for seed in SEEDS[way][group : 4 * ORDERED_GROUPS : ORDERED_GROUPS]:
         checker = OrderedStreams()
@@ -69,11 +75,10 @@ def test_random_schedules_are_ordered_by_events_and_waits(way, group, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("group", range(2))
-def test_random_schedules_over_blocks_of_many_pieces(group):
+def test_random_schedules_over_blocks_of_many_pieces():
     """Every kept tensor crosses borders, and its copies come late: every bit is the same."""
     crossed = Crumbs.crossed
-    for seed in SEEDS["whole"][group:12:2]:
+    for seed in SEEDS["whole"][:6]:
         checker = OrderedStreams()
         late = run("whole", seed, DelayedStreams(seed, delays_s=(0.0, 1e-5, 1e-4)), slab=Crumbs)[0]
         assert not differing(late, by_host(seed)[0])
@@ -86,8 +91,9 @@ def test_random_schedules_over_blocks_of_many_pieces(group):
 
 IN_TILES = [scenarios.train, scenarios.raise_in_a_layer, scenarios.drop_on_the_way_back, scenarios.abandon_reloads]
 """Those in which a tile's forward or backward ends early, and a plain one."""
-DAILY = [("whole", story) for story in scenarios.STORIES] + [("files", story) for story in IN_TILES[::3]]
-TOLD = [*DAILY[:-2], *(("tiles", story) for story in IN_TILES), *(("files", story) for story in scenarios.STORIES)]
+WHOLE = [("whole", story) for story in scenarios.STORIES]
+DAILY = [*WHOLE[::2], ("files", scenarios.train)]
+TOLD = [*WHOLE, *(("tiles", story) for story in IN_TILES), *(("files", story) for story in scenarios.STORIES)]
 
 
 @pytest.mark.parametrize("way, story", everyday(TOLD, DAILY))

@@ -242,19 +242,6 @@ def test_an_idle_thread_keeps_no_tensor():
     streams.close()
 
 
-def test_closing_from_a_copy_thread_does_not_hang():
-    streams = ThreadStreams()
-    closed = threading.Event()
-
-    def close_and_tell() -> None:
-        streams.close()
-        closed.set()
-
-    streams._queues[D2H].put((close_and_tell,))
-    assert closed.wait(LONG_S)
-    assert ended(streams._threads)
-
-
 def test_a_forked_process_has_no_threads() -> None:
     """It gets an error. Else it would wait for ever."""
     streams = ThreadStreams()

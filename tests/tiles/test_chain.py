@@ -114,18 +114,18 @@ def assert_was_tiled(report: dict[str, Any]) -> None:
     assert report["tiles"]["layers"] == list(range(report["layers"]))
 
 
+WHOLE = [
+    ("lfm2", 5, 1.0, EXACT, False),
+    ("nemotron_h", 16, 0.0, FP32, True),
+    ("qwen3_next", 23, 0.5, EXACT, True),
+    ("falcon_h1", 16, 0.0, FP32, True),
+    ("in_a_row", 5, 0.5, EXACT, False),
+    ("falcon_mamba", 16, 0.5, EXACT, False),
+]
+
+
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    "name, tile, alpha, tolerance, packed",
-    [
-        ("lfm2", 5, 1.0, EXACT, False),
-        ("nemotron_h", 16, 0.0, FP32, True),
-        ("qwen3_next", 23, 0.5, EXACT, True),
-        ("falcon_h1", 16, 0.0, FP32, True),
-        ("in_a_row", 5, 0.5, EXACT, False),
-        ("falcon_mamba", 16, 0.5, EXACT, False),
-    ],
-)
+@pytest.mark.parametrize("name, tile, alpha, tolerance, packed", everyday(WHOLE, WHOLE[::2]))
 def test_same_as_whole(name: str, tile: int, alpha: float, tolerance: float, packed: bool) -> None:
     """A convolution alone; Mamba-2, with blocks that mix no tokens; the delta rule; Mamba-2 beside attention, and before and
     behind it; Mamba-1."""
@@ -306,7 +306,7 @@ FAULTS_OF: dict[str, tuple[str, Any, str, Callable[..., Any]]] = {
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("fault", everyday(FAULTS_OF, [*FAULTS, *[*FAULTS_OF][4:9:2]]))
+@pytest.mark.parametrize("fault", everyday(FAULTS_OF, FAULTS))
 def test_is_caught(fault: str, monkeypatch: Patch) -> None:
     name, owner, function, change = FAULTS_OF[fault]
     put_in(monkeypatch, owner, function, change)

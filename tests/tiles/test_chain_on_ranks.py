@@ -19,7 +19,7 @@ import ds_memo
 from ds_memo.deepspeed import sequence
 from ds_memo.sequence import striped
 from ds_memo.sequence.carry import Carry
-from ds_memo.sequence.parts import Parts
+from ds_memo.sequence.parts import SequenceParts
 from ds_memo.tiles import attention, layer
 from ds_memo.tiles.chain import ChainedCall
 from ds_memo.tiles.layer import TiledCall
@@ -84,7 +84,9 @@ def halo_short_by_one(right: Callable[..., Any], *args: Any) -> torch.Tensor:
     return torch.cat([halo[:, :1] * 0, halo[:, 1:]], 1)
 
 
-def by_rank_in_a_ring(right: Callable[..., Any], parts: Parts, x: torch.Tensor, dim: int, of_ring: bool = False) -> torch.Tensor:
+def by_rank_in_a_ring(
+    right: Callable[..., Any], parts: SequenceParts, x: torch.Tensor, dim: int, of_ring: bool = False
+) -> torch.Tensor:
     return x if of_ring else right(parts, x, dim)
 
 
@@ -166,7 +168,7 @@ class TestTwoRanks(DistributedTest):
         by_heads, around = 2, 1
         faults = {
             "a state is not carried": (by_heads, layer, "carrying", no_state),
-            "tokens of ranks that trade heads stay by rank": (by_heads, Parts, "sorted", by_rank_in_a_ring),
+            "tokens of ranks that trade heads stay by rank": (by_heads, SequenceParts, "sorted", by_rank_in_a_ring),
             "attention by heads takes tiles for parts": (by_heads, attention, "running_on", lambda *how: nullcontext()),
             "attention around a ring takes tiles for parts": (around, attention, "running_on", lambda *how: nullcontext()),
             "positions stay as they lie": (around, striped.Striped, "argument", lambda right, order, x, dim: x),

@@ -119,7 +119,7 @@ def work_and_ops(name: str, patch: Patch, alpha: float) -> tuple[Work, int]:
     begin = layer.TiledCall.forward
 
     def forward(self: Any, hidden: torch.Tensor) -> torch.Tensor:
-        works.append(self._remat.work)
+        works.append(self._host.work)
         return begin(self, hidden)
 
     patch.setattr(layer.TiledCall, "forward", forward)

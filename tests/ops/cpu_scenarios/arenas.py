@@ -99,18 +99,6 @@ def uninstall_in_a_pass() -> None:
 
 
 @scenario
-def installed_twice() -> None:
-    rig = Rig(CPU)
-    reference = rig.forward_and_backward()
-    rig.allocator.install()
-    Rig(CPU).allocator.install()
-    assert same(rig.planned().follow(), reference)
-    rig.allocator.uninstall()
-    assert not rig.allocator.installed
-    rig.allocator.uninstall()
-
-
-@scenario
 def raw_blocks() -> None:
     """Blocks without an owner, before and after install, pass and uninstall."""
     raw = ctypes.CDLL(os.environ[RAW_BLOCKS])
@@ -194,21 +182,6 @@ def logged_blocks_freed_later() -> None:
 
 
 @scenario
-def requests_of_no_bytes() -> None:
-    rig = Rig(CPU)
-    rig.allocator._op.set_min_bytes(0, 0)
-    rig.allocator.load_plan(0, [("embed", [(0, 0), (MIB, 0), (0, 0), (0, MIB), (MIB, MIB)])])
-    rig.allocator.reserve(2 * MIB)
-    rig.allocator.follow(0)
-    rig.allocator.phase("embed")
-    blocks = [torch.empty(n, dtype=torch.uint8).fill_(7) for n in (0, MIB, 0, 0, MIB)]
-    assert [block.numel() and rig.allocator.owns(block.data_ptr()) for block in blocks] == [0, True, 0, 0, True]
-    del blocks
-    assert rig.allocator.live_blocks == 0 and rig.allocator.stats()["live_bytes"] == 0
-    rig.allocator.stop()
-
-
-@scenario
 def an_arena_that_cannot_be_had() -> None:
     rig = Rig(CPU)
     reference = rig.forward_and_backward()
@@ -221,20 +194,6 @@ def an_arena_that_cannot_be_had() -> None:
     else:
         raise AssertionError("an exbibyte was reserved")
     assert rig.allocator.arena == before and same(rig.follow(), reference)
-
-
-@scenario
-def plans_that_are_not_there() -> None:
-    rig = Rig(CPU)
-    reference = rig.forward_and_backward()
-    for run in (lambda: rig.allocator.follow(99), lambda: (rig.allocator.forget_plan(99), rig.allocator.follow(99))):
-        try:
-            run()
-        except KeyError as error:
-            assert "99" in str(error)
-        else:
-            raise AssertionError("a plan that was never loaded is followed")
-    assert rig.allocator.mode == "off" and same(rig.forward_and_backward(), reference)
 
 
 @scenario

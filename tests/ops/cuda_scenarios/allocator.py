@@ -96,18 +96,6 @@ def a_kernels_own_memory_counts_in_a_profile() -> None:
 
 
 @scenario
-def history_is_recorded() -> None:
-    torch.cuda.memory._record_memory_history(max_entries=1000)
-    slots = Slots((0, 8), (NATIVE, 8))
-    blocks = [slots.take(8), slots.take(8)]
-    assert slots.count("hit") == 1
-    snapshot = torch.cuda.memory._snapshot()
-    torch.cuda.memory._record_memory_history(enabled=None)
-    assert snapshot["segments"] and any(entry["action"] == "alloc" for trace in snapshot["device_traces"] for entry in trace)
-    del blocks
-
-
-@scenario
 def blocks_of_before_and_after() -> None:
     """Native blocks from before the install, and planned ones from before the uninstall."""
     Allocator(DEVICE).uninstall()
@@ -236,25 +224,6 @@ def a_block_of_two_streams_that_dies_in_a_pool() -> None:
 
 
 @scenario
-def frees_from_other_threads() -> None:
-    slots = Slots(*((i, 1) for i in range(32)))
-    for _ in range(5):
-        blocks = [write(slots.take(1), i) for i in range(32)]
-        assert all(slots.owns(block) and holds(block, i) for i, block in enumerate(blocks))
-        threads = [threading.Thread(target=blocks[i::4].clear) for i in range(4)]
-        halves = [blocks[:16], blocks[16:]]
-        blocks.clear()
-        threads += [threading.Thread(target=half.clear) for half in halves]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        del halves, threads
-        assert slots.allocator.live_blocks == 0
-        slots.again()
-
-
-@scenario
 def an_arena_that_does_not_fit() -> None:
     slots = Slots((0, 8))
     before = slots.allocator.arena
@@ -297,28 +266,6 @@ def an_empty_arena_gives_way() -> None:
         torch.cuda.caching_allocator_delete(raw)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-
-
-@scenario
-def no_native_calls_once_warm() -> None:
-    slots = Slots((0, 8), (8, 8), (NATIVE, 4))
-
-    def passes(count: int) -> dict[str, int]:
-        for _ in range(count):
-            slots.allocator.follow(0)
-            slots.again()
-            blocks = [slots.take(mib) for mib in (8, 8, 4)]
-            del blocks
-        return torch.cuda.memory_stats()
-
-    warm = passes(3)
-    if is_standin():
-        standin_calls()
-    after = passes(50)
-    for name in ("num_device_alloc", "num_device_free"):
-        assert after[name] == warm[name]
-    assert not is_standin() or standin_calls() == []
-    assert slots.count("hit") == 106
 
 
 @scenario

@@ -134,6 +134,7 @@ class FileHome(Home):
         frame.block = self._slab.allocate(filed.extent.nbytes, f"frame {frame.name}, to be read from its file,")
         filed.transfer = None
         self._move(frame, "reading")
+        # The block is new to this frame: copies of its earlier owner, in either direction, may still use the memory.
         filed.transfer = self.files.read(filed.extent, frame.block, (self._streams.mark(H2D), self._streams.mark(D2H)))
 
     # ---- host memory
@@ -164,6 +165,7 @@ class FileHome(Home):
                 self._warn(f"{refusal}. It stays in host memory")
             self._no_space = True
             return False
+        # `sent` lies behind d2h's last copy to the block: the file's threads read no byte before it.
         filed.transfer = self.files.write(frame.block, filed.extent, (frame.sent,))  # type: ignore[arg-type]
         self._move(frame, "writing")
         return True

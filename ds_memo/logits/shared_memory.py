@@ -13,7 +13,7 @@ import torch
 from torch.utils.weak import TensorWeakRef
 
 from ds_memo.errors import MemoError
-from ds_memo.logits.content import Content, Tile, as_they_are
+from ds_memo.logits.lazy_value import LazyValue
 from ds_memo.remat.tensors import version_of
 
 
@@ -24,7 +24,7 @@ class Memory:
         content: all of them, row-major.
     """
 
-    def __init__(self, content: Content) -> None:
+    def __init__(self, content: LazyValue) -> None:
         self.content = content
         self.changes = 0
         """Changes in place."""
@@ -56,45 +56,13 @@ class Memory:
         if self.hooked:
             raise MemoError("lazy logits that have a hook, or a view with one, are changed in place. Register hooks on a clone")
 
-    def change(self, new: Content, view: Content, columns: range, tokens: int) -> bool:
-        """Change the rows and columns of a view.
-
-        Args:
-            new: what the view shall be.
-            view: what it is.
-            columns: its part of the vocabulary.
-            tokens: of the head's call.
-
-        Returns:
-            False if this cannot be said by rows.
-        """
+    def change(self, new: LazyValue) -> bool:
+        """Have all rows and columns be others. Return False if these are some of them: then the logits must be real."""
         old = self.content
-        if view.rows == old.rows and len(columns) == old.vocabulary:  # views keep the order of rows
-            maps = tuple(each.reshape(old.leading) for each in new.maps)
-            self.content = replace(new, maps=maps, distinct=old.distinct, chosen={})
-        elif old.distinct:
-            numbers = old.maps[0].new_full((tokens,), -1)
-            numbers[view.maps[0].reshape(-1)] = torch.arange(view.rows, device=old.device)
-            count = len(old.maps)
-            all_rows = torch.arange(old.rows, device=old.device).view(old.leading)
-
-            def expression(tile: Tile) -> torch.Tensor:
-                values, number = tile.values(old.expression), tile.operand(count)
-                picked = (number >= 0).nonzero()[:, 0]
-                rows, part = values[picked], slice(columns.start, columns.stop, columns.step)
-                known = {as_they_are: tile.values(as_they_are)[picked], view.expression: rows[:, part]}
-                changed = Tile(new.at(number[picked]), slice(None), known).values(new.expression)
-                if len(columns) < old.vocabulary:
-                    whole = rows.clone()
-                    whole[:, part] = changed
-                    changed = whole
-                return values.index_copy(0, picked, changed)
-
-            by_row = numbers[old.maps[0].reshape(-1)]
-            maps, operands, kept = (*old.maps, all_rows), (*old.operands, by_row), (*old.kept, *new.kept)
-            self.content = replace(old, expression=expression, maps=maps, operands=operands, kept=kept, chosen={})
-        else:
+        if (new.rows, new.vocabulary) != (old.rows, old.vocabulary):
             return False
+        maps = tuple(each.reshape(old.leading) for each in new.maps)  # views keep the order of rows
+        self.content = replace(new, maps=maps, chosen={})
         self.changes += 1
         return True
 
@@ -104,7 +72,5 @@ class View(NamedTuple):
 
     of: Any
     """The other lazy logits."""
-    content: Callable[[Content], Content]
+    content: Callable[[LazyValue], LazyValue]
     values: Callable[[torch.Tensor], torch.Tensor]
-    columns: slice = slice(None)
-    """Part of the vocabulary."""

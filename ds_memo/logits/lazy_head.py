@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_memo.logits import ops  # noqa: F401  its handlers
-from ds_memo.logits.content import Content, Rows, Source, as_they_are, raise_what_is_known
+from ds_memo.logits import vocabulary  # noqa: F401  its handlers, and those of ops
 from ds_memo.logits.head_bytes import BYTES_PER_LOGIT, TILE_BYTES, HeadBytes, head_bytes, tile_rows
+from ds_memo.logits.lazy_value import HeadCall, HeadInputs, LazyValue, as_they_are, raise_what_is_known
 from ds_memo.logits.tensor import call_head
 from ds_memo.remat.layer_call import CannotTile
 from ds_memo.remat.layer_state import LayerState
@@ -62,7 +62,7 @@ class LazyHead:
         self.module = weakref.ref(head)
         self._device_bytes = device_bytes
         self._warn = warn
-        self._alive: weakref.WeakSet[Rows] = weakref.WeakSet()
+        self._alive: weakref.WeakSet[HeadInputs] = weakref.WeakSet()
         self._splits: bool | None = None
         """True if the head computes each row by itself. None: no call yet."""
         self._kinds: list[Any] = []
@@ -86,7 +86,7 @@ class LazyHead:
         parameters = list(head.parameters())
         kinds = [(type(parameter), parameter.shape, parameter.dtype) for parameter in parameters]
         if self._splits is None or kinds != self._kinds:  # a resized vocabulary, say
-            self._look(forward, flat_NH, parameters)
+            self._examine(forward, flat_NH, parameters)
             self._kinds = kinds
         if not self._splits:
             return self._whole(forward(hidden))
@@ -98,8 +98,8 @@ class LazyHead:
             none = by_row(flat_NH.detach()[:0])
         if _reads_others(none, parameters):
             return self._whole(forward(hidden))
-        rows = Rows(flat_NH.detach(), parameters)
-        self._alive.add(rows)
+        inputs = HeadInputs(flat_NH.detach(), parameters)
+        self._alive.add(inputs)
         self.lazy_calls += 1
         wanted = tuple(tensor.requires_grad for tensor in (flat_NH, *parameters)) if graph else None
         numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
@@ -110,20 +110,20 @@ class LazyHead:
             if parameter is not None
         ]
         before = None if self._state is None else self._state.before()
-        source = Source(by_row, places, before, wanted, self.rows, rows.sums, autocast_now(), self._warn)
+        head_call = HeadCall(by_row, places, before, wanted, self.rows, inputs.sums, autocast_now(), self._warn)
         index = torch.arange(len(flat_NH), device=hidden.device).view(hidden.shape[:-1])
-        content = Content(source, as_they_are, (index,), (), none.shape[-1], none.dtype, none.device)
+        content = LazyValue(head_call, as_they_are, (index,), (), none.shape[-1], none.dtype, none.device)
         with torch.set_grad_enabled(wanted is not None):
-            return call_head(content, rows, parameters, flat_NH)
+            return call_head(content, inputs, parameters, flat_NH)
 
     def keep_values(self) -> None:
         """Have logits that the script still holds be those of the weights before an optimizer's step."""
         raise_what_is_known()
-        for rows in self._alive:
-            rows.keep_values()
+        for inputs in self._alive:
+            inputs.keep_values()
 
-    def _look(self, forward: Callable[..., Any], flat_NH: torch.Tensor, parameters: list[nn.Parameter]) -> None:
-        """Look at the head in its first call, when ZeRO-3 has gathered it."""
+    def _examine(self, forward: Callable[..., Any], flat_NH: torch.Tensor, parameters: list[nn.Parameter]) -> None:
+        """Examine the head in its first call, when ZeRO-3 has gathered it."""
         see_products_of_zero3()
         head = self.module()
         distributed = any(hasattr(parameter, "device_mesh") for parameter in parameters)  # a DTensor

@@ -33,6 +33,11 @@ class LayerProfile:
     def check(self) -> LayerSample | None:
         return self.samples[2] if len(self.samples) > 2 else None
 
+    def at(self, batch: int, length: int) -> LayerCosts:
+        """Return the costs that were measured at this length, else extrapolated ones."""
+        measured = (sample for sample in self.samples if (sample.batch, sample.length) == (batch, length))
+        return next(measured, None) or self.costs(batch, length)
+
     def costs(self, batch: int, length: int, spread: float = 1.0, tiles: Tiles | None = None) -> LayerCosts:
         """Extrapolate the layer to any length; see :func:`extrapolate`.
 
@@ -65,7 +70,7 @@ class LayerProfile:
 
 
 @dataclass(frozen=True)
-class Profile:
+class RunProfile:
     """The measurements of a run."""
 
     key: dict[str, Any]

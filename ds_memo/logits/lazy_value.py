@@ -31,7 +31,7 @@ CHANGED = (
 )
 
 
-class Rows:
+class HeadInputs:
     """What lazy logits hold: the hidden states, and the head's parameters as they were at the call.
 
     Only the lazy tensors keep it alive. The graph saves the hidden states as autograd does, and uses the parameters.
@@ -109,7 +109,7 @@ def raise_what_is_known() -> None:
             raise error
 
 
-class Kept:
+class KeptOperand:
     """A tensor that lazy logits are computed with, as it is now: a copy, or of a large one the tensor, if it does not change.
 
     Args:
@@ -145,7 +145,7 @@ class Kept:
 
 
 @dataclass(eq=False)
-class Source:
+class HeadCall:
     """One call of an output head."""
 
     forward: Callable[[torch.Tensor], torch.Tensor]
@@ -183,15 +183,15 @@ class Source:
 
 
 @dataclass(eq=False)
-class Content:
+class LazyValue:
     """Logits of some rows of a source, and what was done to them since."""
 
-    source: Source
-    expression: Callable[[Tile], torch.Tensor]
+    head_call: HeadCall
+    expression: Callable[[RowTile], torch.Tensor]
     """Values of a tile, (rows, V)."""
     maps: tuple[torch.Tensor, ...]
     """Indices with the leading dimensions of the logits: [0] into the hidden states, [k] into ``operands[k - 1]``."""
-    operands: tuple[torch.Tensor | Other, ...]
+    operands: tuple[torch.Tensor | OtherHead, ...]
     """Operands with values by row."""
     vocabulary: int
     dtype: torch.dtype
@@ -202,10 +202,8 @@ class Content:
     """True for one entry of the vocabulary, without its dimension."""
     chosen: dict[str, list[Any]] = field(default_factory=dict)
     """Choices of rows of each map, by the op's text: the same choice made twice is one."""
-    kept: tuple[Kept, ...] = ()
+    kept: tuple[KeptOperand, ...] = ()
     """Tensors that the expression is computed with."""
-    distinct: bool = True
-    """False if a row may be there more than once."""
 
     @property
     def leading(self) -> torch.Size:
@@ -233,10 +231,10 @@ class Content:
 
     def tiles(self) -> list[slice]:
         """Return the spans of rows that exist at once; of no rows one empty span."""
-        step = self.source.tile_rows
+        step = self.head_call.tile_rows
         return [slice(start, min(start + step, self.rows)) for start in range(0, self.rows, step)] or [slice(0, 0)]
 
-    def at(self, index: torch.Tensor) -> Content:
+    def at(self, index: torch.Tensor) -> LazyValue:
         """Return the content of the rows with these indices."""
         return replace(self, maps=tuple(by_row.reshape(-1)[index] for by_row in self.maps), chosen={})
 
@@ -245,8 +243,8 @@ class Content:
         for kept in self.kept:
             kept.check()
         for operand in self.operands:
-            if isinstance(operand, Other):
-                operand.rows.check()
+            if isinstance(operand, OtherHead):
+                operand.inputs.check()
                 operand.content.check()
 
     def shaped(self, by_row: torch.Tensor) -> torch.Tensor:
@@ -256,33 +254,34 @@ class Content:
 
 
 @dataclass(eq=False)
-class Other:
+class OtherHead:
     """An operand that is logits of another call: a teacher's, a reference model's. No gradient goes there."""
 
-    content: Content
-    rows: Rows
+    content: LazyValue
+    inputs: HeadInputs
 
     def at(self, index: torch.Tensor) -> torch.Tensor:
         """Return the values of the rows with these indices."""
         few = self.content.at(index)
-        source = few.source
-        with torch.no_grad(), source.with_parameters(self.rows.values()):
-            return Tile(few, slice(None), {as_they_are: source.forward(self.rows.hidden_NH[few.maps[0]])}).values(few.expression)
+        head_call = few.head_call
+        with torch.no_grad(), head_call.with_parameters(self.inputs.values()):
+            known = {as_they_are: head_call.forward(self.inputs.hidden_NH[few.maps[0]])}
+            return RowTile(few, slice(None), known).values(few.expression)
 
 
-class Tile:
+class RowTile:
     """Values of expressions for a span of rows; each is computed once.
 
     Args:
         known: values by expression, `as_they_are` at least. Contents of the same rows may share it.
     """
 
-    def __init__(self, content: Content, span: slice, known: dict[Any, torch.Tensor]) -> None:
+    def __init__(self, content: LazyValue, span: slice, known: dict[Any, torch.Tensor]) -> None:
         self._content = content
         self._span = span
         self._known = known
 
-    def values(self, expression: Callable[[Tile], torch.Tensor]) -> torch.Tensor:
+    def values(self, expression: Callable[[RowTile], torch.Tensor]) -> torch.Tensor:
         if expression not in self._known:
             self._known[expression] = expression(self)
         return self._known[expression]
@@ -290,28 +289,30 @@ class Tile:
     def operand(self, number: int) -> torch.Tensor:
         index = self._content.maps[number].reshape(-1)[self._span]
         operand = self._content.operands[number - 1]
-        return operand.at(index) if isinstance(operand, Other) else operand[index]
+        return operand.at(index) if isinstance(operand, OtherHead) else operand[index]
 
 
-def as_they_are(tile: Tile) -> torch.Tensor:
+def as_they_are(tile: RowTile) -> torch.Tensor:
     """Return the head's own output: the expression that all others begin with."""
     return tile.values(as_they_are)
 
 
-def results(content: Content, rows: Rows, fn: PerRow, arguments: tuple, device: torch.device | None = None) -> list[torch.Tensor]:
+def results(
+    content: LazyValue, inputs: HeadInputs, fn: PerRow, arguments: tuple, device: torch.device | None = None
+) -> list[torch.Tensor]:
     """Return ``fn(values, *arguments)`` of all rows, tile by tile, without a graph.
 
     Args:
         arguments: tensors by row.
         device: where the results go; None: where they are.
     """
-    rows.check()
+    inputs.check()
     content.check()
-    source, index, found = content.source, content.maps[0].reshape(-1), None
-    values = [value.detach().requires_grad_() for value in rows.values()]  # autocast keeps the casts of leaves
-    with torch.no_grad(), source.with_parameters(values):
+    head_call, index, found = content.head_call, content.maps[0].reshape(-1), None
+    values = [value.detach().requires_grad_() for value in inputs.values()]  # autocast keeps the casts of leaves
+    with torch.no_grad(), head_call.with_parameters(values):
         for span in content.tiles():
-            tile = Tile(content, span, {as_they_are: source.forward(rows.hidden_NH[index[span]])})
+            tile = RowTile(content, span, {as_they_are: head_call.forward(inputs.hidden_NH[index[span]])})
             parts = as_tuple(fn(tile.values(content.expression), *(argument[span] for argument in arguments)))
             if found is None:
                 found = [part.new_empty((content.rows, *part.shape[1:]), device=device) for part in parts]

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import ds_memo
-from ds_memo.profile import layer_call
+from ds_memo.profile import caught_call
 from ds_memo.profile.layer_kinds import kinds_of
 from tests.inside import inside
 
@@ -59,14 +59,15 @@ def test_a_long_layer_runs_on_its_first_tokens(
     monkeypatch: pytest.MonkeyPatch, returns: str, length: int, ran: list[int]
 ) -> None:
     """Whole it may not fit. A layer that returns other tensors, too, runs whole."""
-    monkeypatch.setattr(layer_call, "_LONG", LONG)
+    monkeypatch.setattr(caught_call, "_LONG", LONG)
     RAN.clear()
     model = Model(returns)
     handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 1, "layers": ["layers.0", "layers.1"]})
     try:
         kinds = kinds_of(inside(handle).layers)
         x = torch.randn(2, length, HIDDEN)
-        calls = layer_call.layer_calls(inside(handle).remat, model, (x,), {}, kinds, lambda calls: len(calls) == 2)
+        instead = inside(handle).remat.instead
+        calls = caught_call.layer_calls(instead, x.device, model, (x,), {}, kinds, lambda calls: len(calls) == 2)
     finally:
         handle.detach()
     assert ran == RAN

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -13,10 +13,10 @@ from torch.utils._pytree import tree_map
 
 from ds_memo.distributed.topology import ranks_per_sequence
 from ds_memo.errors import MemoError
-from ds_memo.remat.checkpoint import Remat
+from ds_memo.remat.checkpoint import LayerRun
 from ds_memo.remat.gathered_params import gathered
 from ds_memo.remat.layer import Layer
-from ds_memo.remat.layer_call import OwnForward
+from ds_memo.remat.layer_call import LayerCall, OwnForward
 from ds_memo.remat.layer_state import unchanged
 from ds_memo.remat.modes import inside_a_layer
 from ds_memo.remat.random_states import KeepsGiven, forked
@@ -39,24 +39,14 @@ def as_it_is(fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Cal
     return fn, args, kwargs
 
 
-class LayerCall:
-    """A layer and the arguments of one call, which can be repeated at other lengths.
+class CaughtCall(LayerCall):
+    """A layer call that can be repeated at other lengths. Its layer's module must be alive."""
 
-    Args:
-        layer: its module must be alive.
-        fn, args, kwargs: as ds_memo.remat.checkpoint.Remat.run_with takes them.
-    """
-
-    def __init__(self, layer: Layer, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> None:
-        if isinstance(fn, partial):
-            args, kwargs, fn = (*fn.args, *args), {**fn.keywords, **kwargs}, fn.func
-        self.layer = layer
-        self._fn = fn
-        self._args = args
-        self._kwargs = kwargs
-        self.hidden = next((x for x in tensor_leaves((args, kwargs)) if x.is_floating_point()), None)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.hidden = next((x for x in tensor_leaves((self.args, self.kwargs)) if x.is_floating_point()), None)
         if self.hidden is None or self.hidden.dim() < 2:
-            raise MemoError(f"layer {layer.name} takes no hidden states (batch, length, …) that a profile could vary")
+            raise MemoError(f"layer {self.layer.name} takes no hidden states (batch, length, …) that a profile could vary")
 
     @property
     def batch(self) -> int:
@@ -102,12 +92,12 @@ class LayerCall:
         return [["length" if size == self.length else size for size in x.shape] + [str(x.dtype)] for x in tensors]
 
     def _other_tensors(self) -> Iterator[torch.Tensor]:
-        return (x for x in tensor_leaves((self._args, self._kwargs)) if x is not self.hidden)
+        return (x for x in tensor_leaves((self.args, self.kwargs)) if x is not self.hidden)
 
     @property
     def compiled_by(self) -> str | None:
         """Name of the backend that torch.compile compiles the layer with; None: it runs uncompiled."""
-        fn = self._fn
+        fn = self.forward
         return fn.name if isinstance(fn, OwnForward) and fn.refused(self.layer) is None else None
 
     @property
@@ -169,12 +159,12 @@ class LayerCall:
                 made[id(value)].requires_grad_(value.requires_grad)
             return made[id(value)]
 
-        args, kwargs = tree_map(cut, (self._args, self._kwargs), is_leaf=_is_block_mask)
+        args, kwargs = tree_map(cut, (self.args, self.kwargs), is_leaf=_is_block_mask)
         if longest is not None:
             kwargs = {name: _at_most(longest, value) if name.startswith("max_") else value for name, value in kwargs.items()}
         hidden = made[id(self.hidden)].requires_grad_()
         others = [tensor for tensor in made.values() if tensor.requires_grad and tensor is not hidden]
-        return (partial(self._fn, **kwargs) if kwargs else self._fn), args, [hidden, *others]
+        return (partial(self.forward, **kwargs) if kwargs else self.forward), args, [hidden, *others]
 
 
 def _at_most(longest: int, value: Any) -> Any:
@@ -220,14 +210,15 @@ class _Enough(Exception):
 
 
 def layer_calls(
-    remat: Remat,
+    instead: Callable[[LayerRun], AbstractContextManager[None]],
+    device: torch.device,
     model: nn.Module,
     args: tuple,
     kwargs: dict[str, Any],
     kinds: Sequence[int],
-    enough: Callable[[dict[int, LayerCall]], bool],
+    enough: Callable[[dict[int, CaughtCall]], bool],
     as_called: AsCalled = as_it_is,
-) -> dict[int, LayerCall]:
+) -> dict[int, CaughtCall]:
     """Run a forward of the model and catch the first call of each kind of layer, in call order.
 
     Later layers need the output of a caught one. So the first layer of each kind runs, with nothing saved for a backward and its
@@ -235,6 +226,7 @@ def layer_calls(
     whole it may not fit. Random generators and the model's arguments are left unchanged.
 
     Args:
+        instead: returns a context in which every layer call goes to a function, as Remat.instead.
         args, kwargs: arguments of the model's forward.
         kinds: the kind of each layer, see ds_memo.profile.layer_kinds.
         enough: given the calls so far, returns True if the forward may end.
@@ -243,7 +235,7 @@ def layer_calls(
     Raises:
         MemoError: the forward made no layer call.
     """
-    calls: dict[int, LayerCall] = {}
+    calls: dict[int, CaughtCall] = {}
     inside: list[Layer] = []
     outputs: dict[Any, Any] = {}
 
@@ -253,7 +245,7 @@ def layer_calls(
         if layer.index >= len(kinds):  # a function that the model checkpoints, and no layer
             with torch.no_grad():
                 return fn(*args, **kwargs)
-        call, kind = LayerCall(layer, *as_called(fn, args, kwargs)), kinds[layer.index]
+        call, kind = CaughtCall(layer, *as_called(fn, args, kwargs)), kinds[layer.index]
         calls.setdefault(kind, call)
         if enough(calls):
             raise _Enough
@@ -267,7 +259,7 @@ def layer_calls(
         return outputs[key]
 
     try:
-        with remat.instead(catch), forked(remat.engine.device), hidden_from_training(model), KeepsGiven():
+        with instead(catch), forked(device), hidden_from_training(model), KeepsGiven():
             model.forward(*tree_map(_copied, args), **tree_map(_copied, kwargs))
     except _Enough:
         pass
@@ -283,7 +275,7 @@ def uncompiled(fn: Callable[..., Any]) -> Callable[..., Any]:
     return fn.plain if isinstance(fn, OwnForward) else fn
 
 
-def _output(call: LayerCall, run: Callable[[], Any]) -> Any:
+def _output(call: CaughtCall, run: Callable[[], Any]) -> Any:
     """Return what a layer returns; for a long sequence its hidden states in that place, if it returns no other tensor."""
     if call.length <= _LONG or call.encoder_length or ranks_per_sequence() > 1 or not call.can_shorten():
         return _run_once(call, run)
@@ -298,7 +290,7 @@ def _output(call: LayerCall, run: Callable[[], Any]) -> Any:
     return tree_map(whole, out)
 
 
-def _run_once(call: LayerCall, run: Callable[[], Any]) -> Any:
+def _run_once(call: CaughtCall, run: Callable[[], Any]) -> Any:
     """Run a layer without saving anything. Its outputs require a gradient where they would in training. They are copies, because
     later code may change them in place."""
     counted = any(hasattr(parameter, "ds_id") for parameter in call.layer.parameters)  # ZeRO-3 would wait for the backward
