@@ -22,7 +22,7 @@ _TOO_MUCH = 0.05
 """Share of the device's budget that other streams may hold before layers that recompute attention make it worth a warning."""
 
 
-class Request(NamedTuple):
+class SolveRequest(NamedTuple):
     """What the solution of a pass depends on, beside what is configured and learned."""
 
     shapes: HiddenShapes
@@ -34,7 +34,7 @@ class Request(NamedTuple):
 
 
 def solve_pass(
-    request: Request,
+    request: SolveRequest,
     config: MemoConfig,
     profile: RunProfile,
     costs: Callable[[Tiles | None], RunCosts],
@@ -69,7 +69,7 @@ def solve_pass(
     return solution, run
 
 
-def _tilings(request: Request, config: MemoConfig, profile: RunProfile, may_tile: bool) -> list[Tiles | None]:
+def _tilings(request: SolveRequest, config: MemoConfig, profile: RunProfile, may_tile: bool) -> list[Tiles | None]:
     """Return ways to run the layers: whole, and in tiles of several lengths with as many groups of heads as can be."""
     tokens, groups = config.tile_tokens, config.head_groups
     if tokens == 0 or (tokens is None and not may_tile):

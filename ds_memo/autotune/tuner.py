@@ -29,7 +29,7 @@ from ds_memo.autotune.pending_calls import CallsInFlight, InFlight
 from ds_memo.autotune.policy import WITHOUT_ALPHA
 from ds_memo.autotune.probe_forward import REMEMBERED, Probe, TrainingPass
 from ds_memo.autotune.ranks import Ranks, Start
-from ds_memo.autotune.solve_pass import Request, solve_pass, warn_of_non_layer_memory
+from ds_memo.autotune.solve_pass import SolveRequest, solve_pass, warn_of_non_layer_memory
 from ds_memo.config import MemoConfig
 from ds_memo.distributed.agree import Failed, from_all_ranks, on_all_ranks, world_size
 from ds_memo.distributed.topology import gathers_by_module
@@ -101,7 +101,7 @@ class Tuner:
         self._windows = Windows(self._totals)
         self._ranks: Ranks
         """Known from the first pass on."""
-        self._solutions: dict[Request, PassSolution] = {}
+        self._solutions: dict[SolveRequest, PassSolution] = {}
         self._latest: PassSolution | None = None
         self._in_flight = InFlight()
         self._steps = 0
@@ -214,14 +214,14 @@ class Tuner:
         """Solve with no host memory if earlier forwards hold it: this one was not foreseen, or they were longer."""
         if not any(shapes):
             return None
-        request = Request(shapes, start.in_flight, start.reservation, start.files, may_skip_recompute)
+        request = SolveRequest(shapes, start.in_flight, start.reservation, start.files, may_skip_recompute)
         solution = self._remembered(request, start.share)
         end = start.earlier + start.calls // start.forwards
         if start.earlier and solution.host_bytes(start.earlier, end) > start.left:
             return self._remembered(request._replace(host=0), start.share)
         return solution
 
-    def _remembered(self, request: Request, share: int) -> PassSolution:
+    def _remembered(self, request: SolveRequest, share: int) -> PassSolution:
         """Solve, unless it is known; drop the configured alpha if the host is full for now.
 
         Args:
@@ -243,7 +243,7 @@ class Tuner:
         self._solutions[request] = solution
         return solution
 
-    def _solve(self, request: Request, alpha: float | None) -> PassSolution:
+    def _solve(self, request: SolveRequest, alpha: float | None) -> PassSolution:
         profile, limit, shapes = self.profile, self._budgets.device_limit, request.shapes
 
         def costs(tiles: Tiles | None) -> RunCosts:
@@ -350,7 +350,7 @@ class Tuner:
         if passed is None:
             return
         before, run = passed.solution, passed.run
-        request = Request(passed.shapes, self._in_flight, run.host_budget, run.nvme.budget if run.nvme else 0, True)
+        request = SolveRequest(passed.shapes, self._in_flight, run.host_budget, run.nvme.budget if run.nvme else 0, True)
         after = self._solve(request, alpha).solution
         if after.alpha < before.alpha:
             self.changes.append(f"alpha lowered from {before.alpha:.4g} to {after.alpha:.4g}: {why}")
