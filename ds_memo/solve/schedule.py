@@ -138,6 +138,7 @@ class Schedule:
                     drives.read_ahead(index, max(now, back, out))
                     now = drives.wait_for_tiles(index, now)
                 h2d_stall += layer.waits_s
+                note(COMPUTE, "stall", -1, now, now + layer.waits_s)
                 note(H2D, "reload", index, now, now + min(layer.backward_s, layer.reload_s + timing.reload_input_s))
             else:
                 if timing.copies:
@@ -158,9 +159,7 @@ class Schedule:
                     note(H2D, "reload", below, back - layers[below].reload_s, back)
                 if drives is not None:
                     drives.read_ahead(index, max(now, back, out))
-            waited, replayed = now + layer.waits_s, now + layer.waits_s + layer.replay_s
-            note(COMPUTE, "stall", -1, now, waited)
-            note(COMPUTE, "replay", index, waited, replayed)
-            now += layer.backward_s
-            note(COMPUTE, "backward", index, replayed, now)
+            begins, now = now + layer.waits_s + layer.replay_s, now + layer.backward_s
+            note(COMPUTE, "replay", index, begins - layer.replay_s, begins)
+            note(COMPUTE, "backward", index, begins, now)
         return Step(alpha, now, d2h_stall, h2d_stall, 0.0 if drives is None else drives.stall_s)
