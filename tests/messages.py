@@ -41,7 +41,7 @@ VERBS = """
     leave let load look lower make mend merge move name number pad pass pip print quote raise read register remove report run
     send set shorten start switch take train try turn use wait watch wrap write
 """
-_CURE = re.compile(rf"(?:^|[.;:,(] |\b(?:and|or|then) )(?:{'|'.join(VERBS.split())})\b", re.IGNORECASE)
+_CURE = re.compile(rf"(?:^|[.;:,(?] |\b(?:and|or|then) )(?:{'|'.join(VERBS.split())})\b", re.IGNORECASE)
 _GOES_ON = re.compile(
     r"\b(?:expected|allowed|goes on|needs nothing|again|anew|helps?|whole|stays in|(?:is|are) used|measured at)\b"
 )
