@@ -45,11 +45,8 @@ def summary(data: dict[str, Any]) -> str:
     verdict = f"{len(failures)} failures" if failures else "no failures"
     if data.get("unfinished"):
         verdict = f"ended from outside, {verdict} until then"
-    points, dropped = (
-        ", ".join(f"{point['workload']} {_short(point['length'])}" for point in data.get(key, ()) if "length" in point)
-        for key in ("points", "dropped")
-    )
-    return "; ".join(part for part in (points, f"dropped for time: {dropped}" if dropped else "", verdict) if part)
+    points = [f"{point['workload']} {_short(point['length'])}" for point in data.get("points", ())]
+    return "; ".join([*([", ".join(points)] if points else ()), verdict])
 
 
 def _short(tokens: int) -> str:

@@ -13,15 +13,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import resource
 import subprocess
 import sys
 import time
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import torch
+
 from benchmarks.caching_allocator import simulate
+from benchmarks.results import environment, markdown
 from ds_memo.plan import plan_trace, read_trace, search, solve, verify
 from ds_memo.plan.trace import Trace
 from ds_memo.units import GIB
@@ -39,12 +40,8 @@ LAYERS, TILES, TOKENS = 32, 64, 256
 
 
 def table(title: str, rows: list[dict]) -> list[dict]:
-    print(f"\n{title}")
-    head = list(rows[0])
-    text = [head] + [[f"{v:.4f}" if isinstance(v, float) else str(v) for v in row.values()] for row in rows]
-    wide = [max(len(r[c]) for r in text) for c in range(len(head))]
-    for r in text:
-        print("  " + "  ".join(x.ljust(w) for x, w in zip(r, wide, strict=True)).rstrip())
+    cells = [[f"{v:.4f}" if isinstance(v, float) else v for v in row.values()] for row in rows]
+    print(f"\n{title}", *markdown(rows[0], cells), sep="\n")
     return rows
 
 
@@ -58,12 +55,13 @@ def all_traces() -> list[tuple[str, Trace]]:
     return out
 
 
-def plans() -> list[dict]:
-    rows = []
+def plans() -> dict[str, list[dict]]:
+    rows: dict[str, list[dict]] = {"plans": [], "allocators": []}
     for name, trace in all_traces():
         plan = plan_trace(trace)
         segments = [p for p in plan.phases if p.tensors]
-        rows.append(
+        native, expandable = (simulate(trace, expandable=how, iterations=2).reserved for how in (False, True))
+        rows["plans"].append(
             {
                 "trace": name,
                 "requests": len(trace.requests),
@@ -77,25 +75,12 @@ def plans() -> list[dict]:
                 "seconds": plan.seconds,
             }
         )
-    return table("Plans of the shared traces, and of 32 layers (level 1 at its bound: each under 0.1 s)", rows)
-
-
-def allocators() -> list[dict]:
-    rows = []
-    for name, trace in all_traces():
-        plan = plan_trace(trace)
-        native_, expandable = simulate(trace, iterations=2), simulate(trace, expandable=True, iterations=2)
-        rows.append(
-            {
-                "trace": name,
-                "plan GiB": plan.peak / GIB,
-                "native GiB": native_.reserved / GIB,
-                "expandable GiB": expandable.reserved / GIB,
-                "native/plan": native_.reserved / plan.peak,
-                "expandable/plan": expandable.reserved / plan.peak,
-            }
-        )
-    return table("Plan peak against what PyTorch's allocator reserves for the same trace (simulated, two iterations)", rows)
+        gib = {"plan GiB": plan.peak / GIB, "native GiB": native / GIB, "expandable GiB": expandable / GIB}
+        ratios = {"native/plan": native / plan.peak, "expandable/plan": expandable / plan.peak}
+        rows["allocators"].append({"trace": name} | gib | ratios)
+    table("Plans of the shared traces, and of 32 layers (level 1 at its bound: each under 0.1 s)", rows["plans"])
+    table("Plan peak against what PyTorch's allocator reserves (simulated, two iterations)", rows["allocators"])
+    return rows
 
 
 def minimalloc() -> list[dict]:
@@ -108,21 +93,6 @@ def minimalloc() -> list[dict]:
             {"instance": path.name[0], "buffers": len(problem), "fits": good, "seconds": found.seconds, "by": found.method}
         )
     return table(f"MiniMalloc's challenging set, capacity {CAPACITY} (target: each under 10 s on one core)", rows)
-
-
-def machine() -> dict:
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    packages = {}
-    for name in ("numpy", "mip", "cbcbox", "highspy"):
-        try:
-            packages[name] = version(name)
-        except PackageNotFoundError:
-            packages[name] = None
-    return {
-        "cpu": next((x.split(":", 1)[1].strip() for x in lines if x.startswith("model name")), platform.processor()),
-        "cores": os.cpu_count(), "load": os.getloadavg()[0], "python": platform.python_version(),
-        "system": platform.system(), "packages": packages, "date": time.strftime("%Y-%m-%d"),
-    }  # fmt: skip
 
 
 # ---- --scaling
@@ -239,13 +209,14 @@ def main() -> None:
         _write("plan_tiles", {"tiles": table("Layers in tiles", [tiles()])})
     else:
         search.load()  # compiled before anything is timed
-        results = {"plans": plans(), "allocators": allocators(), "minimalloc": minimalloc()}
+        results = plans() | {"minimalloc": minimalloc()}
         _write("plan", results)
 
 
 def _write(name: str, results: dict) -> None:
     target = ROOT / "benchmarks" / "results" / f"{name}.json"
-    target.write_text(json.dumps({"machine": machine(), **results}, indent=1) + "\n")
+    machine = environment(torch.device("cpu")) | {"cores": os.cpu_count()}
+    target.write_text(json.dumps({"machine": machine, **results}, indent=1) + "\n")
     print(f"\n{target.relative_to(ROOT)}")
 
 

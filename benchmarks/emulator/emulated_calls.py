@@ -101,10 +101,6 @@ class Calls:
         """Seconds for which waits that ds_memo asked for held compute."""
         return sum(seconds for (who, _), seconds in self.held.items() if who == "ds_memo")
 
-    def of(self, who: str, *names: str) -> dict[tuple[str, str], int]:
-        """Return how often `who` made these calls, by call and place."""
-        return {(call, where): n for (call, whose, where), n in self.counts.items() if whose == who and call in names}
-
     def _called(self, name: bytes, what: int, source: int, amount: int, stream: int) -> None:
         call = Call(name.decode(), what, source, amount, stream)
         who, where = caller()

@@ -25,15 +25,10 @@ class Machine:
 
     device: torch.device
     emulated: bool
-    end: float
-    """When the time is over, by time.perf_counter()."""
 
     @property
     def cuda(self) -> bool:
         return self.device.type == "cuda"
-
-    def left_s(self) -> float:
-        return self.end - time.perf_counter()
 
     def lacks(self, needs: frozenset[str]) -> str | None:
         """Return what the assertion needs and this machine has not, in words."""
@@ -83,8 +78,6 @@ class Assertion:
             return {"verdict": SKIPPED, "why": "on CUDA only"}
         if machine.emulated and DRIVER in self.needs:
             return {"verdict": SKIPPED, "why": lacks}
-        if machine.left_s() < 0:
-            return {"verdict": FAIL, "measured": "no time left"}
         try:
             found = self.measure(machine)
         except Skip as skip:

@@ -1,13 +1,13 @@
 """The longest sequence that each rival can train within the same device and host memory.
 
-    bash benchmarks/gpu.sh capacity [--workloads gpt7b] [--device-gib 16] [--host-gibs 32 2] [--rivals …|all] [--budget-s 420]
+    bash benchmarks/gpu.sh capacity [--workloads gpt7b] [--device-gib 16] [--host-gibs 32 2] [--rivals …|all]
                                     [--lengths 106496 204800] [--device cuda|cpu] [--out DIR]
 
 Per rival and host budget a process of its own doubles the length until it does not fit, then closes in until what fits and what
 does not are within a sixteenth. A length fits if whole steps run: two during the search (ds_memo's first leaves more memory
 alone than later ones), and at the end as many as planned addresses need, and one more. ds_memo and the rivals
-that get furthest come first, and each may take half of the time that is left. With `--lengths` each rival tries these instead, in
-full, so that step times compare: the emulator knows where each one ends.
+that get furthest come first. With `--lengths` each rival tries these instead, in full, so that step times compare: the emulator
+knows where each one ends.
 
 On CUDA the device budget is PyTorch's own limit of this process, and host memory that a rival pins beyond the host budget counts
 as not fitting. A CPU only tries the harness. The smaller host budget is the case where host memory binds.
@@ -16,10 +16,10 @@ as not fitting. A CPU only tries the harness. The smaller host budget is the cas
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -37,9 +37,8 @@ from ds_memo.units import GIB
 
 CLOSE = 1 / 16
 BEST = (PLANNED, "alst", "hf_offload", "deepspeed", "checkpoint")
-"""Searched by default, as the time holds them."""
+"""Searched by default."""
 ALL = tuple(name for name in dict.fromkeys((*BEST, *RIVALS)) if name not in (SWAPPING, MIXERS_WHOLE))
-"""Dropped from the end where the time does not suffice."""
 
 
 @dataclass
@@ -50,13 +49,11 @@ class Search:
         grain: lengths are multiples of it.
         start: where to begin.
         most: not beyond.
-        stride: ratio of lengths until one fits and one does not. Small where the start is near the end.
     """
 
     grain: int
     start: int
     most: int
-    stride: float = 2.0
     fits: list[int] = field(default_factory=list)
     shortest_that_fails: int | None = None
 
@@ -79,10 +76,10 @@ class Search:
     def _next(self) -> int | None:
         low, high = self.longest, self.shortest_that_fails
         if high is None:
-            length = max(low + self.grain, self._rounded(self.stride * low)) if low else self.start
+            length = 2 * low if low else self.start
             return length if length <= self.most else None
         if not low:
-            return self._rounded(high / self.stride) or None
+            return self._rounded(high / 2) or None
         if high - low <= max(self.grain, low * CLOSE):
             return None
         middle = self._rounded((low + high) / 2)
@@ -142,16 +139,14 @@ def search_here(
     budget: Budget,
     tell: Callable[[dict[str, Any]], None],
     lengths: Sequence[int] = (),
-    start: int | None = None,
 ) -> None:
     """Search for one rival in this process, and tell the result of each length.
 
     Args:
         lengths: tried in full, instead of a search.
-        start: where to begin; None: 8 Ki tokens of a rank, on a CPU 64.
     """
     model, grain = begin(shape, rival, budget)
-    search = Search(grain, start=start or 8 * grain, most=1 << 22)
+    search = Search(grain, start=8 * grain, most=1 << 22)
     warm_up = RIVALS[rival].warm_up
 
     def tried(length: int, steps: int) -> bool:
@@ -178,9 +173,9 @@ def longest(probes: list[dict[str, Any]]) -> dict[str, Any] | None:
 
 
 def search_apart(
-    shape: Shape, rival: str, budget: Budget, seconds: float, lengths: Sequence[int] = ()
+    shape: Shape, rival: str, budget: Budget, lengths: Sequence[int] = ()
 ) -> tuple[list[dict[str, Any]], str | None]:
-    """Search in a process of its own, which may run out of memory or time; its probes until then count.
+    """Search in a process of its own, which may run out of memory; its probes until then count.
 
     Returns:
         The probes, and why it ended early if it did.
@@ -188,57 +183,31 @@ def search_apart(
     arguments = {"child": rival, "workloads": shape.name, "device": budget.device.type}
     arguments |= {"host-bytes": budget.host_bytes, "device-bytes": budget.device_bytes}
     command = [sys.executable, "-m", "benchmarks.capacity", *(f"--{name}={value}" for name, value in arguments.items())]
-    if lengths:
-        command += ["--lengths", *map(str, lengths)]
-    root = Path(__file__).parents[2]
-    with tempfile.TemporaryFile("w+") as err:
-        try:
-            done = subprocess.run(command, stdout=subprocess.PIPE, stderr=err, text=True, timeout=seconds, cwd=root, check=False)
-            out, why = done.stdout, None if done.returncode == 0 else f"exit {done.returncode}"
-        except subprocess.TimeoutExpired as late:
-            out, why = late.stdout or "", f"{results.NO_TIME} after {seconds:.0f} s"
-            out = out.decode() if isinstance(out, bytes) else out
-        err.seek(0)
-        if why and why.startswith("exit"):
-            why += f": {err.read()[-500:]}"
-    probes = []
-    for line in out.splitlines():
-        if line.startswith("{") and line.endswith("}"):  # the last one may be cut
-            probes.append(json.loads(line))
-    return probes, why
+    command += ["--lengths", *map(str, lengths)] if lengths else []
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], check=False)
+    probes = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{") and line.endswith("}")]
+    return probes, f"exit {done.returncode}: {done.stderr[-500:]}" if done.returncode else None
 
 
-def measure(
-    run: results.Run, shape: Shape, rivals: list[str], budgets: list[Budget], until: float, tried: Sequence[int] = ()
-) -> None:
-    """Search with every rival at every budget while there is time.
+def measure(run: results.Run, shape: Shape, rivals: list[str], budgets: list[Budget], lengths: Sequence[int] = ()) -> None:
+    """Search with every rival at every budget.
 
     Args:
-        until: seconds since the run began.
-        tried: lengths that every rival trains instead of a search.
+        lengths: that every rival trains instead of a search.
     """
-    jobs = [(rival, budget) for rival in rivals for budget in budgets]
     rows: list[dict[str, Any]] = []
-    for number, (rival, budget) in enumerate(jobs):
-        name, left = f"{rival} at {budget.host_bytes / GIB:.3g} GiB", until - run.seconds()
-        row: dict[str, Any] = {"workload": shape.name, "rival": rival, "host_bytes": budget.host_bytes}
-        row["device_bytes"] = budget.device_bytes
-        if left < 10:
-            run.found["dropped"].append(row)
-            results.say(f"dropped for time: {name}")
-            continue
-        row |= {"longest": None, "ended_early": None, "probes": []}
-        rows.append(row)
-        run.found["rivals"].append(row)
-        share = left if number == len(jobs) - 1 else left / 2
-        search = run.attempt(f"capacity: {name}", search_apart, shape, rival, budget, share, tried)
-        probes, why = search or ([], "it broke")
+    for rival, budget in itertools.product(rivals, budgets):
+        name = f"capacity: {rival} at {budget.host_bytes / GIB:.3g} GiB"
+        probes, why = run.attempt(name, search_apart, shape, rival, budget, lengths) or ([], "it broke")
         best = longest(probes)
         fails = min((found["length"] for found in probes if not found["fits"]), default=None)
-        row |= {"longest": best and best["length"], "fails_at": fails, "step_s": best and best["step_s"]}
-        row |= {"ended_early": why, "probes": probes}
+        row: dict[str, Any] = {"workload": shape.name, "rival": rival, "host_bytes": budget.host_bytes}
+        row |= {"device_bytes": budget.device_bytes, "longest": best and best["length"], "fails_at": fails}
+        row |= {"step_s": best and best["step_s"], "ended_early": why, "probes": probes}
+        rows.append(row)
+        run.found["rivals"].append(row)
         if why and why.startswith("exit"):
-            run.failures.append(f"capacity: {name}: {why}")
+            run.failures.append(f"{name}: {why}")
         run.save()
         text = f"{best['length']} tokens, {best['step_s']:.3g} s a step" if best else "no length fits"
         results.say(f"    host {budget.host_bytes / GIB:6.3g} GiB  {rival:22s} {text}{f' ({why[:60]})' if why else ''}")
@@ -276,13 +245,12 @@ def main(arguments: list[str] | None = None) -> int:
     hosts = options.host_gibs or ([32.0, 2.0] if cuda else [0.5, 0.001])
     rivals = list(ALL if "all" in options.rivals else options.rivals or BEST)
     run = results.Run("capacity", device, options.out, vars(options))
-    run.found |= {"rivals": [], "dropped": []}
+    run.found["rivals"] = []
     whole = make_budget(run, device, max(hosts), device_gib)  # the machine may have to grow first
     budgets = [replace(whole, host_bytes=int(gib * GIB)) for gib in hosts]
-    for number, name in enumerate(names):
+    for name in names:
         results.say(f"{name}: {device_gib:.3g} GiB of device memory")
-        until = run.seconds() + (options.budget_s - run.seconds()) / (len(names) - number)
-        run.attempt(name, measure, run, shapes(device)[name], rivals, budgets, until, options.lengths)
+        run.attempt(name, measure, run, shapes(device)[name], rivals, budgets, options.lengths)
     return run.finish()
 
 

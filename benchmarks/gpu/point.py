@@ -6,10 +6,8 @@ other turn goes through them backwards: a card that is held to a power limit is 
 
 from __future__ import annotations
 
-import math
 import statistics
 import tempfile
-import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -42,7 +40,6 @@ def run_point(
     budget: Budget,
     turns: int = 1,
     steps: int = 3,
-    until: float = math.inf,
     tell: Callable[[dict[str, Any]], Any] = lambda point: None,
 ) -> dict[str, Any]:
     """Measure one point: raw samples, memory and reports of every rival.
@@ -50,22 +47,18 @@ def run_point(
     Args:
         turns: of each rival.
         steps: timed in a turn.
-        until: no turn begins later, by time.perf_counter().
         tell: called with the point after the prediction, and after every turn of a rival.
     """
     device = budget.device
     trainer = Trainer(build(shape, device), batch(shape, length, device))
     flops = model_flops(trainer.model, length) or 0.0
     rivals = sorted(rivals, key=urgency)
-    rows: Rows = {rival.name: {"samples_s": [], "turns_s": []} for rival in rivals}
+    rows: Rows = {rival.name: {"samples_s": []} for rival in rivals}
     point: dict[str, Any] = {"workload": shape.name, "length": length, "layers": shape.layers, "rivals": rows, "failures": []}
     point |= {"host_budget": budget.host_bytes, "device_budget": budget.device_bytes}
 
     def part(name: str, work: Callable[[], Any]) -> None:
         """Run a part; one that raises leaves the rivals' numbers alone."""
-        if time.perf_counter() >= until:
-            point[name] = {"skipped": results.NO_TIME}
-            return
         try:
             use_expandable(False, device)
             point[name] = work()
@@ -81,9 +74,9 @@ def run_point(
         tell(point)
     try:
         for turn in range(turns):
-            taking = held(rivals, rows, until - time.perf_counter())
+            taking = [rival for rival in rivals if "out" not in rows[rival.name]]
             for rival in taking[::-1] if turn % 2 else taking:
-                if broke := _turn(trainer, rival, budget, rows[rival.name], steps, until):
+                if broke := _turn(trainer, rival, budget, rows[rival.name], steps):
                     point["failures"].append(f"{shape.name} {length}: {rival.name} broke: {broke}")
                 _sum_up(rows[rival.name], flops)
                 tell(point)
@@ -112,35 +105,19 @@ def urgency(rival: Rival) -> int:
     return URGENT.index(rival.name) if rival.name in URGENT else len(URGENT)
 
 
-def held(rivals: list[Rival], rows: Rows, left: float) -> list[Rival]:
-    """Return the first rivals whose turns fit the seconds that are left, by their longest turn so far."""
-    found = []
-    for rival in (rival for rival in rivals if "out" not in rows[rival.name]):
-        left -= max(rows[rival.name]["turns_s"], default=0.0)
-        if left < 0:
-            break
-        found.append(rival)
-    return found
-
-
-def _turn(trainer: Trainer, rival: Rival, budget: Budget, row: dict[str, Any], steps: int, until: float) -> str | None:
+def _turn(trainer: Trainer, rival: Rival, budget: Budget, row: dict[str, Any], steps: int) -> str | None:
     """Put a rival on the model, time it, take it off, and note the result in its row.
 
     Returns:
         The error, unless memory ran out.
     """
-    begin = time.perf_counter()
-    if begin + max(row["turns_s"], default=0.0) > until:
-        if not row["turns_s"]:
-            row["out"] = f"not tried: {results.NO_TIME}"
-        return None
     if budget.slab is not None and own_pinned_bytes(trainer, rival) > available_bytes():
         budget.slab.pool.release()
     broke = None
     use_expandable(rival.expandable, budget.device)
     try:
         with rival.on(trainer.model, budget) as installed:
-            _visit(trainer, installed, steps, row, first=not row["turns_s"])
+            _visit(trainer, installed, steps, row, first=not row["samples_s"])
     except Exception as error:  # one that breaks takes no other's numbers with it
         row["out"] = f"{type(error).__name__}: {str(error)[:300]}"
         if not does_not_fit(error):
@@ -149,7 +126,6 @@ def _turn(trainer: Trainer, rival: Rival, budget: Budget, row: dict[str, Any], s
     for parameter in trainer.model.parameters():  # a failed step may have left gradients
         parameter.grad.zero_()
     clear(budget.device)
-    row["turns_s"].append(time.perf_counter() - begin)
     return broke
 
 

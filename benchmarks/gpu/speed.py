@@ -1,10 +1,11 @@
 """Step time and memory of every rival at every length, side by side in one run.
 
     bash benchmarks/gpu.sh speed [--workloads gpt7b llama8b] [--lengths 65536 …] [--rivals …|all] [--host-gib X] [--device-gib X]
-                                 [--budget-s 420] [--device cuda|cpu] [--out DIR]
+                                 [--device cuda|cpu] [--out DIR]
 
 Without lengths, gpt7b at 64 Ki and 16 Ki tokens comes first, with the rivals of benchmarks/point.py's NEEDED; then llama8b from
-short to long. With lengths, every rival has its turn. What the time does not hold is dropped and named.
+short to long. With lengths, every rival has its turn. The file is written after every turn: what is ended from outside leaves the
+turns before.
 
 A rival that runs out of memory is written down as such. One whose gradients have another norm than most is a failure. Samples
 during which ds_memo changed its solution are dropped and taken again (`dropped_s`; `unsettled` where it did not come to rest).
@@ -22,7 +23,6 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-import time
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,12 +38,10 @@ from benchmarks.timing import clear
 from benchmarks.workloads import NAMES, Shape, shapes
 from ds_memo.units import GIB
 
-AT_LEAST_S = 60.0
-"""Seconds that the first point may take, whatever time is left."""
 FIRST = {("gpt7b", 65536): 2, ("gpt7b", 16384): 1}
 """Points that come first, and the turns of a rival there."""
-TURNS = 2
-"""Turns of each rival at other points."""
+TURNS, STEPS = 2, 3
+"""Turns of each rival at other points, and steps timed in a turn."""
 
 
 @dataclass(frozen=True)
@@ -72,33 +70,22 @@ def points_of(names: list[str], lengths: list[int] | None, device: torch.device)
     return sorted(found, key=key)
 
 
-def measure(run: results.Run, points: list[Point], rivals: list[Rival], budget: Budget, budget_s: float) -> None:
-    """Measure all points that the time budget holds.
-
-    Args:
-        budget_s: seconds since the run began.
-    """
-    done, dropped = [], []
-    run.found |= {"points": done, "dropped": dropped}
+def measure(run: results.Run, points: list[Point], rivals: list[Rival], budget: Budget) -> None:
+    """Measure the points, and write the file after every turn."""
+    done: list[dict[str, Any]] = []
+    run.found["points"] = done
 
     def keep(found: dict[str, Any]) -> None:
         if not any(found is other for other in done):
             done.append(found)
         run.save()
 
-    for number, point in enumerate(points):
-        name, left = f"{point.shape.name} {point.length}", budget_s - run.seconds()
-        if number and left <= 0:
-            dropped.append({"workload": point.shape.name, "length": point.length})
-            results.say(f"{name}: dropped, {results.NO_TIME}")
-            continue
+    for point in points:
+        name = f"{point.shape.name} {point.length}"
         results.say(f"{point.shape.name}, {point.length} tokens")
-        until = time.perf_counter() + (left if number else max(left, AT_LEAST_S))
-        words = {"turns": point.turns, "until": until, "tell": keep}
-        found = run.attempt(name, lambda of=point, words=words: run_point(of.shape, of.length, rivals, budget, **words))
+        found = run.attempt(name, run_point, point.shape, point.length, rivals, budget, point.turns, STEPS, keep)
         run.attempt(f"after {name}", clear, budget.device)
         if found is not None:
-            keep(found)
             run.failures += found["failures"]
             run.attempt(f"{name}, printed", show, found)
         run.save()
@@ -120,7 +107,7 @@ def show(point: dict[str, Any]) -> None:
     say = results.say
     for name, row in point["rivals"].items():
         if "median_s" not in row:
-            say(f"    {name:22s} {row.get('out', results.NO_TIME)[:110]}")
+            say(f"    {name:22s} {row['out'][:110]}")
             continue
         spread = (max(row["samples_s"]) - min(row["samples_s"])) / row["median_s"]
         text = f"    {name:22s} {row['median_s'] * 1e3:10.1f} ms ±{50 * spread:4.1f} %  {row['tflops']:7.3g} TFLOP/s"
@@ -145,7 +132,6 @@ def add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rivals", nargs="+", choices=[*RIVALS, "all"], default=[])
     parser.add_argument("--lengths", type=int, nargs="+", default=(), help="tokens; absent: as the page of this command says")
     parser.add_argument("--device-gib", type=float, help="device budget")
-    parser.add_argument("--budget-s", type=float, default=420.0, help="seconds that the whole may take")
     parser.add_argument("--out", help="file or folder of the result; absent: $OUT, else benchmarks/results")
 
 
@@ -162,7 +148,7 @@ def main(arguments: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as cache:  # profiles in it are of this run, not of one before
         budget = replace(make_budget(run, device, options.host_gib, options.device_gib), cache_dir=cache)
         with held_open(budget) as budget:
-            run.attempt("speed", measure, run, points, rivals, budget, options.budget_s)
+            run.attempt("speed", measure, run, points, rivals, budget)
         return run.finish()
 
 

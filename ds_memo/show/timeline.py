@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ds_memo.show.plan import MissingPackage
-from ds_memo.solve.timeline import READ, WRITE, Span
+from ds_memo.solve.timeline import READ, WRITE, TimelineSpan
 from ds_memo.swap.stream_protocol import COMPUTE, D2H, H2D
 
 STREAMS = (COMPUTE, D2H, H2D, WRITE, READ)
@@ -24,7 +24,7 @@ COLOURS = {
 }
 
 
-def chrome_trace(spans: Sequence[Span]) -> dict[str, Any]:
+def chrome_trace(spans: Sequence[TimelineSpan]) -> dict[str, Any]:
     """Return JSON for chrome://tracing and ui.perfetto.dev: complete events, in microseconds, one thread per stream."""
     used = [stream for stream in STREAMS if any(span.stream == stream for span in spans)]
     names = [{"ph": "M", "name": "thread_name", "pid": 0, "tid": i, "args": {"name": name}} for i, name in enumerate(used)]
@@ -44,7 +44,7 @@ def chrome_trace(spans: Sequence[Span]) -> dict[str, Any]:
     return {"displayTimeUnit": "ms", "traceEvents": names + events}
 
 
-def as_html(spans: Sequence[Span], title: str) -> str:
+def as_html(spans: Sequence[TimelineSpan], title: str) -> str:
     """Return a self-contained page by plotly. Raises MissingPackage."""
     try:
         import plotly.graph_objects as go
@@ -52,17 +52,17 @@ def as_html(spans: Sequence[Span], title: str) -> str:
         raise MissingPackage("an HTML timeline needs plotly: pip install 'ds_memo[plot]'; a .json one needs nothing") from e
     figure = go.Figure()
     for kind, colour in COLOURS.items():
-        mine = [span for span in spans if span.kind == kind]
-        if not mine:
+        of_kind = [span for span in spans if span.kind == kind]
+        if not of_kind:
             continue
         figure.add_bar(
             orientation="h",
-            x=[span.end - span.begin for span in mine],
-            base=[span.begin for span in mine],
-            y=[span.stream for span in mine],
-            name=f"{kind}, {sum(span.end - span.begin for span in mine):,.2f} s in all",
+            x=[span.end - span.begin for span in of_kind],
+            base=[span.begin for span in of_kind],
+            y=[span.stream for span in of_kind],
+            name=f"{kind}, {sum(span.end - span.begin for span in of_kind):,.2f} s in all",
             marker={"color": colour, "line": {"color": "white", "width": 0.5}},
-            customdata=[[span.name, span.begin, span.end] for span in mine],
+            customdata=[[span.name, span.begin, span.end] for span in of_kind],
             hovertemplate="%{customdata[0]}<br>%{customdata[1]:.4f} s to %{customdata[2]:.4f} s<extra></extra>",
         )
     figure.update_layout(

@@ -21,7 +21,7 @@ from ds_memo.solve.file_clocks import FileClocks
 from ds_memo.solve.layer_timing import LayerTiming
 from ds_memo.solve.placement_kinds import Kinds
 from ds_memo.solve.run_costs import LayerCosts, RunCosts
-from ds_memo.solve.timeline import Note, Span, not_noted
+from ds_memo.solve.timeline import Note, TimelineSpan, not_noted
 from ds_memo.swap.stream_protocol import COMPUTE, D2H, H2D
 
 
@@ -81,12 +81,12 @@ class Schedule:
             rest -= nbytes
         return len(blocks)
 
-    def timeline(self, alpha: float, files: int = 0) -> list[Span]:
+    def timeline(self, alpha: float, files: int = 0) -> list[TimelineSpan]:
         """Return what every stream does in the step that `at` returns, by begin."""
-        spans: list[Span] = []
+        spans: list[TimelineSpan] = []
 
         def note(*span: Any) -> None:
-            spans.append(Span(*span))
+            spans.append(TimelineSpan(*span))
 
         self.at(alpha, files, note)
         return sorted((span for span in spans if span.end > span.begin), key=lambda span: span.begin)

@@ -155,14 +155,14 @@ def test_the_first_points():
 
 
 @pytest.mark.slow
-def test_speed_measures_a_point_and_drops_what_the_time_does_not_hold(tmp_path):
+def test_speed_measures_a_point(tmp_path):
     rivals = ["none", "checkpoint", "ds_memo, planned"]
-    words = ["--device", "cpu", "--workloads", "gpt7b", "--host-gib", "0.1", "--out", str(tmp_path), "--budget-s", "0.1"]
+    words = ["--device", "cpu", "--workloads", "gpt7b", "--lengths", "48", "--host-gib", "0.1", "--out", str(tmp_path)]
     assert speed.main([*words, "--rivals", *rivals]) == 0
     (path,) = tmp_path.glob("speed-cpu-*.json")
     found = json.loads(path.read_text())
-    (only,) = found["points"]  # the first always runs
-    assert [row["length"] for row in found["dropped"]] == [96] and "unfinished" not in found
+    (only,) = found["points"]
+    assert "unfinished" not in found
     assert set(only["rivals"]) == set(rivals)
     peak = {name: row["memory"]["device_peak"] for name, row in only["rivals"].items()}
     assert peak["checkpoint"] < peak["none"]

@@ -9,13 +9,11 @@ import torch.distributed as dist
 from deepspeed.runtime.sequence_parallel import ulysses_sp
 from torch.distributed.tensor import distribute_tensor
 from torch.distributed.tensor.experimental._context_parallel import _attention as torchs_ring
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import head_groups, input_offload, ring, trl_million, workloads
 from benchmarks.noise import distance
 from benchmarks.rivals import RIVALS, Budget, Installed, unpinned
 from benchmarks.timing import Trainer
-from ds_memo.remat import op_policy
 from ds_memo.remat.undo import changed
 from tests.attention_kernels import cuda_kernels
 from tests.distributed_harness.common import ON_CPU, DistributedTest
@@ -107,32 +105,10 @@ def test_alst_has_every_norm_as_one_kernel(stock, monkeypatch):
     assert len(calls) == 4 * 2 * 2 + 1
 
 
-def test_a_tile_in_the_wrong_place_shows(stock, monkeypatch):
-    """The negative control: TiledMLP's backward takes the gradients of rows beside its own."""
-    trainer, _, want = stock("llama8b")
-    back = ulysses_sp.TiledMLP.backward
-    monkeypatch.setattr(ulysses_sp.TiledMLP, "backward", staticmethod(lambda ctx, grad: back(ctx, grad.roll(1, 1))))
-    with RIVALS["alst"].on(trainer.model, BUDGET) as installed:
-        _, got = trainer.gradients(installed)
-    assert max(distance(got, want).values()) > 100 * FP32
-
-
 def attention_calls(installed, trainer):
-    with Counted(op_policy.ATTENTION) as counted:
+    with workloads.AttentionOps() as seen:
         trainer.gradients(installed)
-    return counted.calls
-
-
-class Counted(TorchDispatchMode):
-    """Counts the calls of some ops."""
-
-    def __init__(self, ops):
-        super().__init__()
-        self.ops, self.calls = ops, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.calls += func in self.ops
-        return func(*args, **(kwargs or {}))
+    return len(seen.names)
 
 
 @pytest.mark.parametrize("workload, groups", [("gpt7b", 8), ("llama8b", 2)])
@@ -144,9 +120,14 @@ def test_upipe_attends_to_each_group_twice(workload, groups, stock):
         assert attention_calls(installed, trainer) == 2 * 4 * groups
 
 
-def test_a_group_with_anothers_result_shows(stock, monkeypatch):
-    """The negative control: each group's backward starts from the log-sum-exp of the first."""
-    trainer, _, want = stock("llama8b")
+def rows_beside_its_own(monkeypatch):
+    """TiledMLP's backward takes the gradients of other rows."""
+    back = ulysses_sp.TiledMLP.backward
+    monkeypatch.setattr(ulysses_sp.TiledMLP, "backward", staticmethod(lambda ctx, grad: back(ctx, grad.roll(1, 1))))
+
+
+def the_first_groups_result(monkeypatch):
+    """Each group's backward starts from the log-sum-exp of the first."""
     made, kernel = [], head_groups._Kernel
 
     def recorded(outputs=None):
@@ -156,17 +137,32 @@ def test_a_group_with_anothers_result_shows(stock, monkeypatch):
         return kernel(outputs)
 
     monkeypatch.setattr(head_groups, "_Kernel", recorded)
-    with RIVALS["upipe"].on(trainer.model, BUDGET) as installed:
-        _, got = trainer.gradients(installed)
-    assert max(distance(got, want).values()) > 100 * FP32
 
 
-def test_a_ring_that_swaps_gradients_shows(stock, monkeypatch):
-    """The negative control: what goes around has those of keys and values in each other's place."""
-    trainer, _, want = stock("llama8b")
+def keys_for_values(monkeypatch):
+    """Gradients of keys and values go around the ring in each other's place."""
     sent = ring._Own.exchange_buffers
     monkeypatch.setattr(ring._Own, "exchange_buffers", lambda own, x: sent(own, x.roll(x.numel() // 2)))
-    with RIVALS["trl"].on(trainer.model, BUDGET) as installed:
+
+
+def another_sign(monkeypatch):
+    """A layer's input comes back with another sign."""
+    load = input_offload.Inputs._load
+    monkeypatch.setattr(
+        input_offload.Inputs, "_load", lambda inputs, number: load(inputs, number) or inputs._on_device[number].tensor.neg_()
+    )
+
+
+OFFLOAD = ("async_offload", "alst, async", "upipe", "trl")
+FAULTS = [("alst", rows_beside_its_own), ("upipe", the_first_groups_result), ("trl", keys_for_values)]
+
+
+@pytest.mark.parametrize("name, fault", [*FAULTS, *((name, another_sign) for name in OFFLOAD)])
+def test_a_fault_shows(name, fault, stock, monkeypatch):
+    """The negative controls."""
+    trainer, _, want = stock("llama8b")
+    fault(monkeypatch)
+    with RIVALS[name].on(trainer.model, BUDGET) as installed:
         _, got = trainer.gradients(installed)
     assert max(distance(got, want).values()) > 100 * FP32
 
@@ -223,26 +219,13 @@ class TestTwoRanks(DistributedTest):
             model.zero_grad()
             with RIVALS["upipe"].on(model, dataclasses.replace(BUDGET, ranks=2)) as installed, installed.around():
                 part, places = (x.chunk(2, 1)[rank] for x in (ids, positions))
-                with Counted(op_policy.ATTENTION) as counted:
+                with workloads.AttentionOps() as seen:
                     model(input_ids=part, position_ids=places, use_cache=False).logits.square().mean().backward()
             for p in model.parameters():
                 dist.all_reduce(p.grad)
-            assert counted.calls == 2 * shape.layers * groups
+            assert len(seen.names) == 2 * shape.layers * groups
             return max(distance({name: p.grad / 2 for name, p in model.named_parameters()}, want).values())
 
         with changed(head_groups, "traded", over_ranks):
             assert far() <= FP32
         assert far() > 100 * FP32  # the negative control: heads stay where they are
-
-
-@pytest.mark.parametrize("name", ["async_offload", "alst, async", "upipe", "trl"])
-def test_an_input_that_comes_back_wrong_shows(name, stock, monkeypatch):
-    """The negative control: what comes back has another sign."""
-    trainer, _, want = stock("llama8b")
-    load = input_offload.Inputs._load
-    monkeypatch.setattr(
-        input_offload.Inputs, "_load", lambda inputs, number: load(inputs, number) or inputs._on_device[number].tensor.neg_()
-    )
-    with RIVALS[name].on(trainer.model, BUDGET) as installed:
-        _, got = trainer.gradients(installed)
-    assert max(distance(got, want).values()) > 100 * FP32
