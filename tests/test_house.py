@@ -22,10 +22,7 @@ SHARED_NAMES = {
     "_Running": "private: what one file notes of a thread",
     "_Thread": "private: what one file notes of a thread",
     "_Watch": "private: the start-up hook stands outside of the package and imports nothing of it",
-    "LayerCall": "still to be one class for profile and tiles",
-    "Layout": "still to be renamed in estimate",
     "Output": "still to be renamed in tiles",
-    "Span": "still to be renamed in estimate",
 }
 """Names of several classes of the package, and why."""
 

@@ -12,8 +12,7 @@ from benchmarks.emulated_time import Clock
 from ds_memo.errors import MemoError
 from ds_memo.nvme.direct_files import Meter
 from ds_memo.nvme.directory import Directory
-from ds_memo.nvme.extents import Space
-from ds_memo.nvme.file_protocol import Extent
+from ds_memo.nvme.extents import Extent, Space
 from ds_memo.units import GIB
 
 
@@ -25,7 +24,7 @@ class _Transfer:
 
 
 class EmulatedFiles:
-    """See :class:`ds_memo.nvme.file_protocol.Files`. Each direction moves one transfer at a time.
+    """See :class:`ds_memo.nvme.direct_files.DirectFiles`. Each direction moves one transfer at a time.
 
     Args:
         budget: bytes.

@@ -93,7 +93,7 @@ def without_values(host_gib: float = HOST_GIB) -> None:
     from ds_memo.remat import recipe, replay_check
     from ds_memo.sequence import catch_mixers
     from ds_memo.swap import pinned_segments
-    from ds_memo.tiles import compare, probe, refuse
+    from ds_memo.tiles.check import compare, probe, refuse
 
     torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN wants a driver
     mixer_kernels.implement("CUDA")

@@ -250,7 +250,7 @@ def memo_with_whole_mixers(model: nn.Module, budget: Budget, **config: Any) -> I
 
     def probe(*args: Any) -> Any:
         shapes = own(*args)
-        if not isinstance(shapes, tiling.AttentionShapes):
+        if shapes.attention is None:
             raise tiling.CannotTile("this rival has layers without attention whole")
         return shapes
 

@@ -47,7 +47,7 @@ from ds_memo.solve.memory import bytes_of_layers
 from ds_memo.solve.refusals import NothingFits
 from ds_memo.solve.run_costs import RunCosts
 from ds_memo.solve.solution import Solution
-from ds_memo.tiles.refuse import BY_MODULE
+from ds_memo.tiles.check.refuse import BY_MODULE
 from ds_memo.units import GIB
 
 _TRIES = 3

@@ -22,7 +22,7 @@ from ds_memo.placement import Placement, PlacementKind, Tiles
 from ds_memo.profile.run_profile import RunProfile
 from ds_memo.solve.run_costs import RunCosts
 from ds_memo.solve.schedule import Schedule
-from ds_memo.solve.timeline import Span
+from ds_memo.solve.timeline import TimelineSpan
 from ds_memo.units import GIB
 
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ class Estimate:
             "attention_recomputed": sum(kind.recomputes_attention for kind in kinds),
         }
 
-    def timeline(self) -> list[Span]:
+    def timeline(self) -> list[TimelineSpan]:
         """Return what every stream does in one forward and backward."""
         assert self.run is not None  # of an answer that fits
         files = max((number + 1 for number, placement in enumerate(self.placements) if placement.nvme), default=0)

@@ -14,10 +14,11 @@ from ds_memo.logits import vocabulary  # noqa: F401  its handlers, and those of 
 from ds_memo.logits.head_bytes import BYTES_PER_LOGIT, TILE_BYTES, HeadBytes, head_bytes, tile_rows
 from ds_memo.logits.lazy_value import HeadCall, HeadInputs, LazyValue, as_they_are, raise_what_is_known
 from ds_memo.logits.tensor import call_head
+from ds_memo.remat.autocast import autocast_now
 from ds_memo.remat.layer_call import CannotTile
 from ds_memo.remat.layer_state import LayerState
-from ds_memo.tiles.around import autocast_now
-from ds_memo.tiles.compare import is_by_token, refuse_other_gradients
+from ds_memo.tiles.check.compare import is_by_token
+from ds_memo.tiles.graph import refuse_other_gradients
 from ds_memo.tiles.weight_gradients import see_products_of_zero3
 from ds_memo.units import GIB
 

@@ -15,11 +15,11 @@ import torch
 from torch import nn
 
 from ds_memo.errors import MemoError
+from ds_memo.remat.autocast import Autocast, autocast_as
 from ds_memo.remat.layer_state import Before
 from ds_memo.remat.modes import running_tiles
 from ds_memo.remat.tensors import version_of
 from ds_memo.remat.undo import Undoing
-from ds_memo.tiles.around import Autocast, autocast_as
 
 PerRow = Callable[..., Any]
 """fn(values, *arguments of the same rows): a tensor of results by row, or a tuple of them."""

@@ -23,8 +23,8 @@ from torch.utils._pytree import tree_leaves
 from ds_memo.logits.lazy_value import KeptOperand, LazyValue, OtherHead, RowTile
 from ds_memo.logits.shared_memory import View
 from ds_memo.logits.tensor import LazyLogits, alias, by_row, change, derive, handlers, in_place, of_any, view_of
+from ds_memo.remat.autocast import autocast_as, autocast_now
 from ds_memo.remat.tensors import storage_of
-from ds_memo.tiles.around import autocast_as, autocast_now
 
 _CASTS = {"float": torch.float32, "half": torch.float16, "bfloat16": torch.bfloat16, "double": torch.float64}
 

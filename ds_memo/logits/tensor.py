@@ -27,8 +27,8 @@ from ds_memo.errors import MemoError
 from ds_memo.logits.lazy_value import HeadInputs, LazyValue, PerRow, results
 from ds_memo.logits.nodes import NO_WHOLE_GRADIENT, Derive, Follow, OutputHead, Reduce, Whole, identity
 from ds_memo.logits.shared_memory import Memory, View
+from ds_memo.remat.autocast import autocast_as, autocast_now
 from ds_memo.remat.tensors import storage_of, tensor_leaves, version_of
-from ds_memo.tiles.around import autocast_as, autocast_now
 from ds_memo.units import GIB
 
 _NATIVE = (

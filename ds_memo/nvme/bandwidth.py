@@ -14,7 +14,7 @@ import torch
 
 from ds_memo.errors import MemoError
 from ds_memo.nvme.direct_files import DirectFiles, DirectTransfer
-from ds_memo.nvme.file_protocol import Extent
+from ds_memo.nvme.extents import Extent
 from ds_memo.swap.host_pool import HostPool
 from ds_memo.swap.host_slab import Block, HostSlab
 from ds_memo.swap.pinned_segments import PAGE

@@ -20,8 +20,7 @@ from typing import Any
 
 from ds_memo.errors import MemoError
 from ds_memo.nvme.directory import Directory, buffers_silently, grow, private_file
-from ds_memo.nvme.extents import Space
-from ds_memo.nvme.file_protocol import Extent
+from ds_memo.nvme.extents import Extent, Space
 from ds_memo.swap.host_slab import Block
 from ds_memo.swap.pinned_segments import PAGE
 from ds_memo.swap.stream_protocol import Streams
@@ -46,7 +45,7 @@ _POLLS = 2e-4
 
 
 class DirectTransfer:
-    """One block on its way; see :class:`ds_memo.nvme.file_protocol.Transfer`."""
+    """One block on its way to the files or back."""
 
     def __init__(self, writes: bool, after: tuple[Any, ...], parts: list[tuple[_File, list[memoryview], int]]) -> None:
         self.writes = writes
@@ -56,11 +55,14 @@ class DirectTransfer:
         self.left = len(parts)
         """Parts that are not done yet."""
         self.failure: BaseException | None = None
+        """Why it failed; None: it has not."""
         self.over = threading.Event()
 
 
 class DirectFiles:
-    """The real :class:`ds_memo.nvme.file_protocol.Files`. Its methods are called by one thread.
+    """Files that host blocks are written to and read from. Its methods are called by one thread.
+
+    Transfers of one direction are done in the order of issue.
 
     Args:
         directories: one file in each.
@@ -76,6 +78,7 @@ class DirectFiles:
         self._row = STRIPE * len(directories)
         self.limit(budget)
         self.stall_s = 0.0
+        """Seconds that `wait` has kept compute idle."""
         self._streams = streams
         self._space = Space()
         self._files: list[_File] = []
@@ -114,6 +117,7 @@ class DirectFiles:
         return [buffers_silently(file.handle, memory) for file in self._files]
 
     def extent(self, nbytes: int, wanted_by: str) -> Extent:
+        """Allocate space. Raise MemoError if there is none."""
         nbytes = round_up(nbytes, PAGE)
         while (extent := self._space.allocate(nbytes)) is None:
             more = nbytes - self._space.missing_for
@@ -130,12 +134,14 @@ class DirectFiles:
         return extent
 
     def free(self, extent: Extent) -> None:
+        """Free space. No transfer from or to it may be under way."""
         self._space.free(extent)
 
     def extents(self) -> list[Extent]:
         return self._space.extents
 
     def write(self, block: Block, extent: Extent, after: tuple[Any, ...]) -> DirectTransfer:
+        """Write a block once these events of streams are over. The caller keeps it allocated meanwhile."""
         return self._transfer(True, block, extent, after)
 
     def read(self, extent: Extent, block: Block, after: tuple[Any, ...]) -> DirectTransfer:
@@ -145,6 +151,7 @@ class DirectFiles:
         return transfer.over.is_set()
 
     def wait(self, transfer: DirectTransfer, compute: Any) -> None:
+        """Wait until a transfer is over or has failed. Time behind `compute`, an event, counts as a stall."""
         idle_since = time.perf_counter() if self._streams.done(compute) else None
         while not transfer.over.wait(_LOOKS):
             self._check_threads()
@@ -154,6 +161,7 @@ class DirectFiles:
             self.stall_s += time.perf_counter() - idle_since
 
     def wait_beside(self, transfer: DirectTransfer, compute: Any) -> bool:
+        """Wait until a transfer is over or has failed, no longer than until `compute`, an event; return True if it is."""
         while not (transfer.over.is_set() or self._streams.done(compute)):
             self._check_threads()
             transfer.over.wait(_LOOKS)

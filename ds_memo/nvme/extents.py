@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 from bisect import insort
+from dataclasses import dataclass
 
-from ds_memo.nvme.file_protocol import Extent
+
+@dataclass(frozen=True, eq=False)
+class Extent:
+    """Bytes `begin` to `begin` + `nbytes` of the space that the files make up: whole pages."""
+
+    begin: int
+    nbytes: int
 
 
 class Space:

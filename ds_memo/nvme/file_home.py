@@ -20,16 +20,14 @@ import weakref
 from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from ds_memo.errors import MemoError
-from ds_memo.nvme.file_protocol import Extent, Files, Transfer
+from ds_memo.nvme.direct_files import DirectFiles, DirectTransfer
+from ds_memo.nvme.extents import Extent
 from ds_memo.swap.frame import Frame
 from ds_memo.swap.home import Home
+from ds_memo.swap.host_slab import HostSlab
 from ds_memo.swap.stream_protocol import COMPUTE, D2H, H2D, Streams
-
-if TYPE_CHECKING:  # not imported: `ds-memo estimate` reads its arguments before it loads torch
-    from ds_memo.swap.host_slab import HostSlab
 
 _NEXT = {
     "in_host": {"writing"},
@@ -48,7 +46,7 @@ class Filed:
 
     state: str = "in_host"
     extent: Extent | None = None
-    transfer: Transfer | None = None
+    transfer: DirectTransfer | None = None
     """The latest. None in state `reading`: it is being issued, or Ctrl-C came meanwhile."""
     indices: tuple[int, ...] = ()
     """Those of the kept tensors that the block holds."""
@@ -63,7 +61,7 @@ class FileHome(Home):
         warn: says something once and shows it in the report.
     """
 
-    def __init__(self, streams: Streams, slab: HostSlab, files: Files, warn: Callable[[str], None]) -> None:
+    def __init__(self, streams: Streams, slab: HostSlab, files: DirectFiles, warn: Callable[[str], None]) -> None:
         self.files = files
         self._streams = streams
         self._slab = slab

@@ -23,9 +23,17 @@ solver.
 from ds_memo.plan.bilevel import Plan, Slot, plan_trace
 from ds_memo.plan.errors import PlanError
 from ds_memo.plan.formats import plan_from_json, plan_to_json, read_plan, read_trace
-from ds_memo.plan.solver import Packing, solve
+from ds_memo.plan.solver import PlanSolution, solve
 
 __all__ = [
-    "Packing", "Plan", "PlanError", "Slot", "plan_from_json", "plan_to_json", "plan_trace",
-    "read_plan", "read_trace", "solve",
+    "Plan",
+    "PlanError",
+    "PlanSolution",
+    "Slot",
+    "plan_from_json",
+    "plan_to_json",
+    "plan_trace",
+    "read_plan",
+    "read_trace",
+    "solve",
 ]  # fmt: skip

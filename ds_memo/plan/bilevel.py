@@ -22,7 +22,7 @@ from ds_memo.plan.dsa import MAX_TOTAL, Buffer, Lifespan, LiveUnits, Problem
 from ds_memo.plan.levels import Levels, PhaseReport, share
 from ds_memo.plan.repetition import shorten
 from ds_memo.plan.search import too_large
-from ds_memo.plan.solver import Packing, Progress, Warn, solve
+from ds_memo.plan.solver import PlanSolution, Progress, Warn, solve
 from ds_memo.plan.trace import UNIT, Trace, rounded
 
 _MANY = 10_000
@@ -139,7 +139,7 @@ def _plan(trace: Trace, solver: str, seconds: float, progress: Progress | None, 
     problem = Problem(tuple(Buffer(t.id, Lifespan(t.birth, t.death), rounded(t.size)) for t in planned))
     warn_once = cache(warn)
 
-    def solved(problem: Problem, solver: str, end: float, start: Packing | None = None) -> Packing:
+    def solved(problem: Problem, solver: str, end: float, start: PlanSolution | None = None) -> PlanSolution:
         left = end - time.monotonic()
         return solve(problem, solver=solver, seconds=left, start=start, progress=progress, warn=warn_once)
 
@@ -153,7 +153,7 @@ def _plan(trace: Trace, solver: str, seconds: float, progress: Progress | None, 
     if flat.proven:  # then the levels are for the report alone
         stages = [("greedy", share(deadline, 0.2))]
     one_phase = levels.of_one_phase(flat)
-    bilevel: Packing | None = None
+    bilevel: PlanSolution | None = None
     for stage, end in stages:
         if not one_phase:
             bilevel = _least(bilevel, levels.solve(stage, share(end, 0.6)))
@@ -189,5 +189,5 @@ def _plan(trace: Trace, solver: str, seconds: float, progress: Progress | None, 
     )
 
 
-def _least(one: Packing | None, other: Packing) -> Packing:
+def _least(one: PlanSolution | None, other: PlanSolution) -> PlanSolution:
     return one if one is not None and one.peak <= other.peak else other

@@ -18,10 +18,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ds_memo.plan.dsa import Buffer, Lifespan, LiveUnits, Problem, columns, lower_bound, peak
-from ds_memo.plan.solver import Packing
+from ds_memo.plan.solver import PlanSolution
 from ds_memo.plan.trace import Tensor, Trace
 
-Solved = Callable[[Problem, str, float, Packing | None], Packing]  # (problem, solver, deadline, start) -> solution
+Solved = Callable[[Problem, str, float, PlanSolution | None], PlanSolution]  # (problem, solver, deadline, start) -> solution
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,8 @@ class Levels:
         self._shapes: list[int] = []  # by phase
         self._problems: list[Problem] = []  # by shape
         self._number_shapes()
-        self._solutions: list[Packing | None] = [None] * len(self._problems)
-        self._level2: tuple[Problem, Packing] | None = None
+        self._solutions: list[PlanSolution | None] = [None] * len(self._problems)
+        self._level2: tuple[Problem, PlanSolution] | None = None
 
     def _number_shapes(self) -> None:
         lower, upper, size = self._columns
@@ -80,14 +80,14 @@ class Levels:
             if len(shapes) > len(self._problems):
                 self._problems.append(Problem(tuple(self._problem.buffers[i] for i in inside)))
 
-    def of_one_phase(self, flat: Packing) -> bool:
+    def of_one_phase(self, flat: PlanSolution) -> bool:
         """Return True if one phase has all tensors: `flat`, a plan of all, is its level-1 solution, too."""
         whole = next((k for k, part in enumerate(self._problems) if len(part) == len(self._problem)), None)
         if whole is not None:
             self._solutions[whole] = flat
         return whole is not None
 
-    def solve(self, solver: str, deadline: float) -> Packing:
+    def solve(self, solver: str, deadline: float) -> PlanSolution:
         """Plan the whole iteration: level 1 in half of the time, level 2 in the rest. Each is swept at least."""
         began = time.monotonic()
         self._solve_shapes(solver, share(deadline, 0.5))
@@ -105,9 +105,9 @@ class Levels:
         top = peak(self._problem.buffers, offsets)
         method = f"level 2: {level2.method}"
         seconds = time.monotonic() - began
-        return Packing(offsets, top, self.bound, self.bound, method, seconds, tuple(dict.fromkeys(notes)))
+        return PlanSolution(offsets, top, self.bound, self.bound, method, seconds, tuple(dict.fromkeys(notes)))
 
-    def _solution(self, phase: int) -> Packing:
+    def _solution(self, phase: int) -> PlanSolution:
         solution = self._solutions[self._shapes[phase]]
         assert solution is not None  # solve() has run
         return solution

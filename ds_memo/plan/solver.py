@@ -31,7 +31,7 @@ Warn = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Packing:
+class PlanSolution:
     """A placement that no verifier has seen yet.
 
     Args:
@@ -62,10 +62,10 @@ def solve(
     *,
     solver: str = "cbc",
     seconds: float = 60.0,
-    start: Packing | None = None,
+    start: PlanSolution | None = None,
     progress: Progress | None = None,
     warn: Warn = warn,
-) -> Packing:
+) -> PlanSolution:
     """Return the smallest placement that `solver` finds in `seconds`, kept to 0.2 s if they suffice for one sweep.
 
     Args:
@@ -123,9 +123,9 @@ class _Run:
         if self._progress:
             self._progress(stage, self.peak, self.bound, self.limit - self.left, self.limit)
 
-    def solution(self) -> Packing:
+    def solution(self) -> PlanSolution:
         seconds = time.monotonic() - self.began
-        return Packing(self.offsets, self.peak, self.lower_bound, self.bound, self.method, seconds, tuple(self.notes))
+        return PlanSolution(self.offsets, self.peak, self.lower_bound, self.bound, self.method, seconds, tuple(self.notes))
 
 
 def _exact(run: _Run, solver: str, warn: Warn) -> None:

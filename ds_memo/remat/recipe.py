@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -120,14 +121,18 @@ class Recipe:
     @cached_property
     def mem_efficient_tokens(self) -> int:
         """Tokens of the longest sequence given to PyTorch's memory-efficient attention; 0: it was not used."""
-        ops = [op for op in self.ops if op.func is torch.ops.aten._scaled_dot_product_efficient_attention.default]
-        return max((max(op.kept[0].shape[1:-1]) for op in ops if isinstance(op, SavedOp) and op.kept and op.kept[0]), default=0)
+        shapes = self._results_of(torch.ops.aten._scaled_dot_product_efficient_attention.default)
+        return max((max(shape[1:-1]) for shape in shapes), default=0)
 
     @cached_property
     def cudnn_elements(self) -> int:
         """Elements of the largest result of cuDNN's attention, as its queries have; 0: it was not used."""
-        ops = [op for op in self.ops if op.func is torch.ops.aten._scaled_dot_product_cudnn_attention.default]
-        return max((math.prod(op.kept[0].shape) for op in ops if isinstance(op, SavedOp) and op.kept and op.kept[0]), default=0)
+        return max(map(math.prod, self._results_of(torch.ops.aten._scaled_dot_product_cudnn_attention.default)), default=0)
+
+    def _results_of(self, func: OpOverload) -> list[tuple[int, ...]]:
+        """Return the shapes of the first outputs of an attention op, where they are kept."""
+        ops = [op for op in self.ops if isinstance(op, SavedOp) and op.func is func]
+        return [op.kept[0].shape for op in ops if op.kept and op.kept[0]]
 
     def without_shortcuts(self, followed: int) -> Recipe:
         """Return the recipe of a call that left this one after `followed` ops: supply what was stored, compute the rest."""
@@ -215,11 +220,15 @@ class Observed:
                 self.wanted |= op.sources
 
     def close_over_inputs(self, all_rows_kept: bool) -> None:
-        """Mark the sources of each wanted GEMM as wanted, latest first, unless all rows of the GEMM are supplied."""
-        for bit, op in reversed(list(enumerate(self.gemms()))):
-            supplied = op.splits and (all_rows_kept or op.chosen_from)
-            if self.is_wanted(bit) and not supplied:
-                self.wanted |= op.sources
+        """Mark the sources of each wanted GEMM as wanted, unless all rows of the GEMM are supplied."""
+        self.wanted = self.closed(self.wanted, lambda gemm: gemm.splits and (all_rows_kept or gemm.chosen_from))
+
+    def closed(self, wanted: int, supplied: Callable[[ObservedGemm], bool]) -> int:
+        """Return a set of GEMMs with the sources of each, latest first, unless the GEMM is supplied."""
+        for bit, gemm in reversed(list(enumerate(self.gemms()))):
+            if wanted >> 2 * bit & 1 and not supplied(gemm):
+                wanted |= gemm.sources
+        return wanted
 
     def forget(self) -> None:
         """Drop all tensors. The engine has those that are kept."""
@@ -232,15 +241,8 @@ class Observed:
 
     def sizes(self) -> tuple[int, int]:
         """Return the bytes that are stored whatever alpha is, and the bytes of which the share alpha is stored."""
-        whole = [tensor for tensor in self.inputs if tensor is not None]
-        split: list[torch.Tensor] = []
-        for bit, gemm in enumerate(self.gemms()):
-            if self.is_wanted(bit) and gemm.splits:
-                (whole if gemm.chosen_from else split).append(gemm.out)
-        for op in self.ops:
-            if isinstance(op, ObservedSavedOp) and not op.recomputed:
-                whole.extend(out for out in op.outputs if storable(out))
-        return sum(map(_nbytes, whole)), sum(map(_nbytes, split))
+        at_0, at_1 = (make_recipe(self, alpha)[0].layout.stored_bytes for alpha in (0.0, 1.0))
+        return at_0, at_1 - at_0
 
 
 def make_recipe(observed: Observed, alpha: float) -> tuple[Recipe, list[tuple[Kept, torch.Tensor]]]:

@@ -14,16 +14,21 @@ from ds_memo.remat.functions import FunctionCall, has_inner_tensors, name_of, sh
 from ds_memo.remat.modes import Mode
 from ds_memo.remat.op_policy import OpKind, kind_of
 from ds_memo.remat.random_states import generator_of
-from ds_memo.remat.recipe import Gemm, SavedOp
+from ds_memo.remat.recipe import Gemm, Recipe, SavedOp
 from ds_memo.remat.tensors import cloned, detached
 
 
 class Replay(Mode):
-    """Supply what was kept, compute missing rows straight into their slots, leave out products that are never read."""
+    """Supply what was kept, compute missing rows straight into their slots, leave out products that are never read.
 
-    def __init__(self, call: Call) -> None:
+    Args:
+        recipe: for a part of the call (a section of a tile); None: the call's own, as it is then.
+    """
+
+    def __init__(self, call: Call, recipe: Recipe | None = None) -> None:
         super().__init__()
         self.call = call
+        self._recipe = recipe
 
     def __enter__(self) -> Replay:
         self._next = 0
@@ -32,7 +37,8 @@ class Replay(Mode):
             argument.check()
         if self.call.frame.state != "ready":  # no input of the layer was swapped
             self.call.begin_replay()
-        recipe, notes, work = self.call.recipe, self.call.recipe.notes, self.call.work
+        recipe = self._recipe or self.call.recipe
+        self._ops, notes, work = recipe.ops, recipe.notes, self.call.work
         work.attention_ops_recomputed += notes.softmax is not None and not recipe.attention_ops
         work.attention_ops_recomputed += notes.attention_ops
         work.gemm_flops_recomputed += notes.gemm_flops
@@ -84,7 +90,7 @@ class Replay(Mode):
 
     def _take_next(self) -> tuple[int, Any]:
         """Return the recipe's next op, a Gemm or SavedOp, and its index; None if the forward had left its recipe."""
-        index, ops = self._next, self.call.recipe.ops
+        index, ops = self._next, self._ops
         self._next += 1
         return index, ops[index] if index < len(ops) else None
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ds_memo.show.plan import MissingPackage
-from ds_memo.solve.timeline import READ, WRITE, Span
+from ds_memo.solve.timeline import READ, WRITE, TimelineSpan
 from ds_memo.swap.stream_protocol import COMPUTE, D2H, H2D
 
 STREAMS = (COMPUTE, D2H, H2D, WRITE, READ)
@@ -24,7 +24,7 @@ COLOURS = {
 }
 
 
-def chrome_trace(spans: Sequence[Span]) -> dict[str, Any]:
+def chrome_trace(spans: Sequence[TimelineSpan]) -> dict[str, Any]:
     """Return JSON for chrome://tracing and ui.perfetto.dev: complete events, in microseconds, one thread per stream."""
     used = [stream for stream in STREAMS if any(span.stream == stream for span in spans)]
     names = [{"ph": "M", "name": "thread_name", "pid": 0, "tid": i, "args": {"name": name}} for i, name in enumerate(used)]
@@ -44,7 +44,7 @@ def chrome_trace(spans: Sequence[Span]) -> dict[str, Any]:
     return {"displayTimeUnit": "ms", "traceEvents": names + events}
 
 
-def as_html(spans: Sequence[Span], title: str) -> str:
+def as_html(spans: Sequence[TimelineSpan], title: str) -> str:
     """Return a self-contained page by plotly. Raises MissingPackage."""
     try:
         import plotly.graph_objects as go

@@ -21,7 +21,7 @@ from ds_memo.solve.file_clocks import FileClocks
 from ds_memo.solve.layer_timing import LayerTiming
 from ds_memo.solve.placement_kinds import Kinds
 from ds_memo.solve.run_costs import LayerCosts, RunCosts
-from ds_memo.solve.timeline import Note, Span, not_noted
+from ds_memo.solve.timeline import Note, TimelineSpan, not_noted
 from ds_memo.swap.stream_protocol import COMPUTE, D2H, H2D
 
 
@@ -81,12 +81,12 @@ class Schedule:
             rest -= nbytes
         return len(blocks)
 
-    def timeline(self, alpha: float, files: int = 0) -> list[Span]:
+    def timeline(self, alpha: float, files: int = 0) -> list[TimelineSpan]:
         """Return what every stream does in the step that `at` returns, by begin."""
-        spans: list[Span] = []
+        spans: list[TimelineSpan] = []
 
         def note(*span: Any) -> None:
-            spans.append(Span(*span))
+            spans.append(TimelineSpan(*span))
 
         self.at(alpha, files, note)
         return sorted((span for span in spans if span.end > span.begin), key=lambda span: span.begin)
@@ -138,6 +138,7 @@ class Schedule:
                     drives.read_ahead(index, max(now, back, out))
                     now = drives.wait_for_tiles(index, now)
                 h2d_stall += layer.waits_s
+                note(COMPUTE, "stall", -1, now, now + layer.waits_s)
                 note(H2D, "reload", index, now, now + min(layer.backward_s, layer.reload_s + timing.reload_input_s))
             else:
                 if timing.copies:
@@ -158,9 +159,7 @@ class Schedule:
                     note(H2D, "reload", below, back - layers[below].reload_s, back)
                 if drives is not None:
                     drives.read_ahead(index, max(now, back, out))
-            waited, replayed = now + layer.waits_s, now + layer.waits_s + layer.replay_s
-            note(COMPUTE, "stall", -1, now, waited)
-            note(COMPUTE, "replay", index, waited, replayed)
-            now += layer.backward_s
-            note(COMPUTE, "backward", index, replayed, now)
+            begins, now = now + layer.waits_s + layer.replay_s, now + layer.backward_s
+            note(COMPUTE, "replay", index, begins - layer.replay_s, begins)
+            note(COMPUTE, "backward", index, begins, now)
         return Step(alpha, now, d2h_stall, h2d_stall, 0.0 if drives is None else drives.stall_s)

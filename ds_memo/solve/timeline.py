@@ -9,7 +9,7 @@ WRITE, READ = "nvme write", "nvme read"
 """The two directions of the drives, as streams."""
 
 
-class Span(NamedTuple):
+class TimelineSpan(NamedTuple):
     """One operation of a stream, or a stall of compute. Seconds from the start of the step."""
 
     stream: str
@@ -26,7 +26,7 @@ class Span(NamedTuple):
 
 
 Note = Callable[[str, str, int, float, float], None]
-"""Takes the fields of a Span."""
+"""Takes the fields of a TimelineSpan."""
 
 
 def not_noted(stream: str, kind: str, layer: int, begin: float, end: float) -> None:

@@ -11,7 +11,7 @@ the memory that frame i+2 has just freed, and a tensor that escaped (a hook, a c
 
 Host blocks are the home's (ds_memo.swap.home): they stay in host memory, or go on to files. The engine tells it of each step.
 
-Nothing here computes or imports torch. The same schedule stands in two more places:
+Nothing here computes. The same schedule stands in two more places:
 
     ds_memo.nvme.file_home   when host blocks are written to files and read back
     ds_memo.solve.schedule   its seconds as recurrences, for solver and estimator; tests/solve compares them with this engine on
@@ -27,19 +27,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import torch
 
 from ds_memo.errors import MemoError
 from ds_memo.placement import Placement
 from ds_memo.swap.frame import Frame, Kept, Layout
 from ds_memo.swap.home import Home
+from ds_memo.swap.host_slab import Block, HostSlab
 from ds_memo.swap.stream_protocol import COMPUTE, D2H, H2D, Streams
 from ds_memo.units import GIB
-
-if TYPE_CHECKING:  # not imported: `ds-memo estimate` reads its arguments before it loads torch
-    import torch
-
-    from ds_memo.swap.host_slab import Block, HostSlab
 
 
 @dataclass
@@ -271,8 +269,6 @@ class SwapEngine:
         2.13, also with torch.utils.checkpoint). So if frames are alive, run an empty backward.
         """
         if any(ref() is not None for ref in self._stack):
-            import torch
-
             with torch.enable_grad():
                 torch.ones((), device=self.device, requires_grad=True).clone().backward()
         self.drain()

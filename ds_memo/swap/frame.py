@@ -16,16 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from ds_memo.errors import MemoError
 from ds_memo.placement import Placement
+from ds_memo.swap.host_slab import Block, HostSlab
 from ds_memo.units import ALIGN, round_up
-
-if TYPE_CHECKING:  # not imported: `ds-memo estimate` reads its arguments before it loads torch
-    import torch
-
-    from ds_memo.swap.host_slab import Block, HostSlab
 
 _NEXT = {
     "recording": {"swapping", "done"},
@@ -76,8 +74,6 @@ class Kept:
 
         It is no autograd view of the buffer, so slots have separate version counters: an in-place change counts for one alone.
         """
-        import torch
-
         slot = torch.empty(0, dtype=self.dtype, device=buffer.device)
         return slot.set_(buffer.untyped_storage(), self.buffer_offset // self.dtype.itemsize, self.shape, self.stride)
 
@@ -126,8 +122,6 @@ class Layout:
 
     def new_buffer(self, nbytes: int, device: torch.device) -> torch.Tensor:
         """Allocate a reload buffer, of `buffer_bytes` or less."""
-        import torch
-
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 

@@ -11,7 +11,7 @@ of its own.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -33,12 +33,12 @@ from ds_memo.remat.tensors import storage_of, tensor_leaves
 from ds_memo.sequence.parts import running_on
 from ds_memo.sequence.striped import Striped
 from ds_memo.swap.frame import Frame, lie_alike
-from ds_memo.tiles.around import dropping
+from ds_memo.tiles.aliases import dropping
 from ds_memo.tiles.attention_call import Gathered
-from ds_memo.tiles.compare import refuse_other_gradients
-from ds_memo.tiles.findings import MATRIX
+from ds_memo.tiles.graph import refuse_other_gradients
 from ds_memo.tiles.modes import SupplyHeads, may_split_heads
-from ds_memo.tiles.recipes import AttentionRecipe, Output, TiledLayer
+from ds_memo.tiles.probe_result import MATRIX, AttentionShapes
+from ds_memo.tiles.recipes import AttentionRecipe, SharedOutput, TiledLayer
 from ds_memo.tiles.weight_gradients import GradientSums
 
 
@@ -47,9 +47,8 @@ class TiledAttention:
 
     Args:
         size: batch and length of the call.
-        groups: of heads, as asked for.
+        placement: of the call, before it is known whether the host has room.
         keeps_result: True if the tiles' frames keep the result, of which the kernel's output is a view if it is that.
-        recomputed: True if nothing is kept.
         striped: the order of its tokens; None: that of the parts.
     """
 
@@ -58,24 +57,24 @@ class TiledAttention:
         tiled: TiledLayer,
         host: LayerHost,
         size: tuple[int, int],
-        groups: int,
+        placement: Placement,
         keeps_result: bool,
-        recomputed: bool,
         striped: Striped | None,
     ) -> None:
         self._tiled = tiled
-        self._shapes = tiled.shapes
+        self._shapes: AttentionShapes = tiled.shapes.attention
         self._recipes = tiled.attention_recipes
         self._size = size
-        self._groups = groups
-        self._whole = not (recomputed or keeps_result)
+        self._groups = placement.tiles.head_groups  # type: ignore[union-attr]
+        self._recomputed = placement.kind.recomputes_attention
+        """True if nothing is kept."""
+        self._whole = not (self._recomputed or keeps_result)
         """True if the frame keeps the kernel's output even if it is the result."""
-        self._recomputed = recomputed
         self._striped = striped
         self._host = host
         self._engine = host.engine
         self._call: Call | None = None
-        self.output: Output | None = None
+        self.shared: SharedOutput | None = None
         """The kernel's output if it is the result, and the frame does not keep it."""
         self.result_differs = False
         """True if attention's result is not its kernel's output, as its latest run showed."""
@@ -98,6 +97,23 @@ class TiledAttention:
     # ---- forward
 
     def run(self, gathered: Gathered) -> torch.Tensor:
+        """Run attention and return its result. Keep what its backward needs; nothing, if that runs it again."""
+        if not self._recomputed:
+            return self._run_and_keep(gathered)
+        self._ran_for = self._groups_of_ranks(gathered)
+        known = self._known(gathered)[1]
+        if known is None and torch.is_grad_enabled():  # it is analysed: may it run in tiles?
+            self.begin(GEMMS_RECOMPUTED)
+            result = self._run_and_keep(gathered)
+            self.release()
+            return result
+        if torch.is_grad_enabled():
+            self._engine.let_go_but(0)
+        self._generators = [] if known is not None and known.draws else None
+        with torch.no_grad():
+            return self._result_by_group(gathered, functools.partial(self._begins, None))
+
+    def _run_and_keep(self, gathered: Gathered) -> torch.Tensor:
         """Run attention, keep what its backward needs, close the frame, and return the result."""
         self._ran_for = self._groups_of_ranks(gathered)
         key, known = self._known(gathered)
@@ -119,7 +135,7 @@ class TiledAttention:
                 result = self._result_by_group(gathered, functools.partial(self._begins, mode))
             if known is None:
                 assert self._generators is not None
-                known = self._settle(observed, result, draws=self._generators[0] != own_states(self._engine.device))
+                known = self._make_recipe(observed, result, draws=self._generators[0] != own_states(self._engine.device))
                 remember(self._recipes, key, known)
         except CannotTile as reason:
             self._tiled.attention_ran(str(reason))
@@ -127,25 +143,10 @@ class TiledAttention:
         self._tiled.attention_ran("")
         if not known.draws:
             self._generators = None
-        self.output, self.result_differs = known.output, known.result_differs
+        self.shared, self.result_differs = known.shared, known.result_differs
         self.supply(None)
         self._engine.end(call.frame)
         return result
-
-    def run_and_forget(self, gathered: Gathered) -> torch.Tensor:
-        """Run attention, keep nothing, and return its result. A backward that comes will run it again."""
-        self._ran_for = self._groups_of_ranks(gathered)
-        known = self._known(gathered)[1]
-        if known is None and torch.is_grad_enabled():  # it is analysed: may it run in tiles?
-            self.begin(GEMMS_RECOMPUTED)
-            result = self.run(gathered)
-            self.release()
-            return result
-        if known is not None and torch.is_grad_enabled():
-            self._engine.let_go_but(0)
-        self._generators = [] if known is not None and known.draws else None
-        with torch.no_grad():
-            return self._result_by_group(gathered, functools.partial(self._begins, None))
 
     def _begins(self, mode: Analyse | Record | None, heads: HeadGroup) -> AbstractContextManager[Any]:
         """Note where a group's forward begins."""
@@ -163,13 +164,13 @@ class TiledAttention:
         """Run attention for one group after another, each inside of what `around` returns, and return the result of all."""
         if len(self._ran_for) == 1:
             with around(ALL_HEADS):
-                return self._attend_alone(gathered, self._leaves(gathered, ALL_HEADS)).detach()
+                return self._attend(gathered, self._leaves(gathered, ALL_HEADS)).detach()
         whole: torch.Tensor | None = None
         refused: CannotTile | None = None
         for heads in self._ran_for:
             with around(heads):
                 try:
-                    result = self._attend_alone(gathered, self._leaves(gathered, heads)).detach()
+                    result = self._attend(gathered, self._leaves(gathered, heads)).detach()
                 except CannotTile as reason:  # other ranks run the other groups, and exchange tensors in each
                     refused = reason
                     continue
@@ -200,21 +201,18 @@ class TiledAttention:
         return key, self._recipes.get(key)
 
     def _attend(self, gathered: Gathered, leaves: list[Any]) -> torch.Tensor:
-        assert gathered.call is not None
+        """Run attention, and refuse it if it reads a tensor that needs a gradient and is not among its arguments."""
+        call = gathered.call
+        assert call is not None
         of_forward = gathered.leaves if len(self._ran_for) == 1 else leaves  # the kernel that the forward took runs backward
         elements = max((of_forward[index].numel() for index in self._shapes.differentiable), default=0)
-        call = gathered.call
         with running_on(self._tiled.module, self._striped):
             found = self._host.with_kernel(self._tiled.layer, lambda *given: call.run([*given]), *leaves, elements=elements)
-        return self._shapes.result.only_tensor(found)
-
-    def _attend_alone(self, gathered: Gathered, leaves: list[Any]) -> torch.Tensor:
-        """Run attention, and refuse it if it reads a tensor that needs a gradient and is not among its arguments."""
-        result = self._attend(gathered, leaves)
+        result = self._shapes.result.only_tensor(found)
         refuse_other_gradients([result], tensor_leaves(leaves))
         return result
 
-    def _settle(self, observed: Observed, result: torch.Tensor, draws: bool) -> AttentionRecipe:
+    def _make_recipe(self, observed: Observed, result: torch.Tensor, draws: bool) -> AttentionRecipe:
         """Make the recipe of a call that was analysed, and keep this call's tensors by it."""
         call = self._call
         assert call is not None
@@ -224,22 +222,22 @@ class TiledAttention:
             raise CannotTile("its attention is a keep_whole function")
         observed.note_hidden_writes()
         observed.close_over_inputs(all_rows_kept=True)
-        output, differs = None, True
+        shared, differs = None, True
         for index, op in enumerate(observed.ops):
             if isinstance(op, ObservedSavedOp) and not op.recomputed:
                 for position, value in enumerate(op.outputs):
-                    if torch.is_tensor(value) and self._is(value, result):
+                    if torch.is_tensor(value) and self._is_result(value, result):
                         differs = False
                         if not self._whole:
-                            output = Output(index, position, tuple(value.shape), value.stride())
+                            shared = SharedOutput(index, position, tuple(value.shape), value.stride())
                             op.outputs = (*op.outputs[:position], None, *op.outputs[position + 1 :])
         recipe, tensors = make_recipe(observed, 1.0)
         call.recipe = recipe
         call.keep_observed(observed, tensors)
         observed.forget()
-        return AttentionRecipe(recipe, output, differs, draws)
+        return AttentionRecipe(recipe, shared, differs, draws)
 
-    def _is(self, value: torch.Tensor, result: torch.Tensor) -> bool:
+    def _is_result(self, value: torch.Tensor, result: torch.Tensor) -> bool:
         """Return True if an op's output is attention's result, in the memory order that the backward rebuilds."""
         if storage_of(value) != storage_of(result) or value.numel() != result.numel():
             return False
@@ -258,21 +256,14 @@ class TiledAttention:
             call = self._call
             if call is None:
                 self.begin(GEMMS_RECOMPUTED)
-                result = self.run(gathered)
+                result = self._run_and_keep(gathered)
                 assert self._call is not None and self._call.recipe is not None
                 self._host.work.attention_ops_recomputed += self._call.recipe.attention_ops // len(self._ran_for)
                 return result
             self._engine.bring_back(call.frame, then=then)
             return self._result_by_group(gathered, self._supplying)
 
-    def backward(
-        self,
-        sums: GradientSums,
-        aliases: Sequence[torch.Tensor],
-        gathered: Gathered,
-        d_result: torch.Tensor,
-        then: Frame,
-    ) -> None:
+    def backward(self, sums: GradientSums, gathered: Gathered, d_result: torch.Tensor, then: Frame) -> None:
         """Run the backward, a group of heads at a time. Gradients of attention's arguments overwrite them.
 
         Args:
@@ -287,7 +278,7 @@ class TiledAttention:
             leaves = self._leaves(gathered, heads)
             inputs = [leaves[index] for index in shapes.differentiable]
             with torch.enable_grad(), self._drawing_again(heads), self._supplying(heads):
-                result = get_gradient_edge(self._attend_alone(gathered, leaves))  # its memory is of no use
+                result = get_gradient_edge(self._attend(gathered, leaves))  # its memory is of no use
             with without_autocast():
                 found = list(torch.autograd.grad(result, inputs, self._of(heads, d_result, shapes.result.dim)))
             del result, leaves, inputs
@@ -295,7 +286,7 @@ class TiledAttention:
                 whole, dim, gradient = gathered.leaves[index], shapes.arguments[index], found[number]
                 found[number] = None  # each goes before the next is added up
                 if dim is None:
-                    sums.add(next(i for i, alias in enumerate(aliases) if alias is whole), gradient)
+                    sums.add(next(i for i, alias in enumerate(sums.parameters) if alias is whole), gradient)
                 elif not heads.shares(whole, 3 - dim):
                     heads.write(whole, 3 - dim, gradient)
                 else:  # the keys themselves are needed until the last group that shares them
@@ -314,11 +305,11 @@ class TiledAttention:
         else:
             self._engine.give_up(frame)
         if self._recomputed:
-            self._call = self.output = None
+            self._call = self.shared = None
 
     def supply(self, result: torch.Tensor | None) -> None:
-        """Have the replay supply the kernel's output from `result` if it is that, or hold it no longer."""
-        call, where = self._call, self.output
+        """Supply `result` as the kernel's output if the two share memory; None releases it."""
+        call, where = self._call, self.shared
         if call is not None and where is not None:
             outputs = list(call.loose[where.op])
             outputs[where.position] = None if result is None else where.within(result)
@@ -339,7 +330,7 @@ class TiledAttention:
         assert gathered.call is not None
         if self._groups == 1 or gathered.call.ranks(gathered.leaves) > 1:
             return self._ran_for
-        if self.output is None:
+        if self.shared is None:
             return self._undivided("its kernel's output is not its result")
         if not may_split_heads(self._call):
             return self._undivided("its kernel runs for all heads at once")

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch._C import _len_torch_function_stack, _pop_torch_function_stack, _push_on_torch_function_stack
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_is_leaf, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ds_memo.remat.layer_call import CannotTile
 from ds_memo.remat.modes import saves_for_a_checkpoint
@@ -47,7 +47,9 @@ class AttentionCall:
 
     def __init__(self, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> None:
         self.fn = fn
-        self.leaves, self.spec = _flatten(args, kwargs)
+        self.leaves, self.spec = tree_flatten((args, kwargs))
+        self.cut_from: dict[int, torch.Tensor] = {}
+        """By the id of each argument of the tile that was cut, what it was cut from."""
 
     def run(self, leaves: list[Any]) -> Any:
         args, kwargs = tree_unflatten(leaves, self.spec)
@@ -66,36 +68,27 @@ class AttentionCall:
         ranks = getattr(self.fn, "ranks", None)
         return 1 if ranks is None else ranks(next(leaf for leaf in leaves if isinstance(leaf, nn.Module)))
 
+    def _query_key_value(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        args, kwargs = tree_unflatten(self.leaves, self.spec)
+        given = dict(zip(("query", "key", "value"), args if self.is_sdpa else args[1:], strict=False)) | kwargs
+        return given["query"], given["key"], given["value"]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the values, which the stand-in has."""
+        return self._query_key_value()[2].dtype
+
     def stand_in(self) -> Any:
         """Return something shaped like the function's result that treats each token by itself, with gradients for all three."""
-        args, kwargs = tree_unflatten(self.leaves, self.spec)
-        sdpa = self.is_sdpa
-        given = dict(zip(("query", "key", "value"), args if sdpa else args[1:], strict=False)) | kwargs
-        query, key, value = given["query"], given["key"], given["value"]
+        query, key, value = self._query_key_value()
         if query.dim() == 4 and key.shape[1] != query.shape[1]:
             key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
         out = (value * torch.tanh((query * key).mean(-1, keepdim=True)) + value).to(value.dtype)
-        return out if sdpa else (out.transpose(1, 2).contiguous(), None)  # models may call view() on it
+        return out if self.is_sdpa else (out.transpose(1, 2).contiguous(), None)  # models may call view() on it
 
     def result_dim(self) -> int:
         query = next(leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor))
         return query.dim() - 2 if self.is_sdpa else 1
-
-
-_LEAVES = (torch.Tensor, nn.Module, int, float, str, type(None))
-
-
-def _flatten(args: tuple, kwargs: dict[str, Any]) -> tuple[list[Any], TreeSpec]:
-    """Return ``tree_flatten((args, kwargs))``, which takes 30 µs, in less time where no argument is a container."""
-    leaves = [*args, *kwargs.values()]
-    if all(isinstance(leaf, _LEAVES) or tree_is_leaf(leaf) for leaf in leaves):
-        return leaves, _spec(len(args), tuple(kwargs))
-    return tree_flatten((args, kwargs))
-
-
-@functools.lru_cache(maxsize=64)
-def _spec(args: int, names: tuple[str, ...]) -> TreeSpec:
-    return tree_flatten(((None,) * args, dict.fromkeys(names)))[1]
 
 
 class _Reached(BaseException):
@@ -250,12 +243,9 @@ class Gathered:
             return new_whole(tile.transpose(1, 2).contiguous(), *self._size, 1).transpose(1, 2)
         return new_whole(tile, *self._size, dim)
 
-    def add(self, span: Span, call: AttentionCall, wholes: dict[int, torch.Tensor]) -> None:
-        """Take what one tile gives to attention.
-
-        Args:
-            wholes: by the id of each argument of the tile that was cut, what it was cut from.
-        """
+    def add(self, span: Span, call: AttentionCall) -> None:
+        """Take what one tile gives to attention."""
+        wholes = call.cut_from
         if self.call is None:
             self.call = call
             self.leaves = [

@@ -1,183 +1,326 @@
-"""A layer that runs in tiles of tokens, forward and backward, as one autograd function.
+"""A layer call that runs in tiles of tokens, forward and backward, as one autograd function.
 
     forward   pre of each tile: q, k, v ─► attention over all tokens ─► post of each tile: the output
     backward  whole run of each tile, last first: q, k, v again, and the post's backward: d(attention's output), a part of d(x)
               attention's backward, a group of heads at a time; its gradients overwrite q, k, v
               pre of each tile, last first: its backward, the rest of d(x)
 
-Frames: one for attention (its log-sum-exp), one for each tile (its hidden states, its part of attention's output, what routers
-chose, and if the tile is stored all GEMM outputs). The backward asks for the tiles', attention's, and the tiles' once more.
+A layer without attention is all post: one run of each tile forward, one backward. Convolutions and scans go on from tile to tile:
+each tile gets what the one before left (its carry), and the gradient of that goes back in the backward.
+
+Frames: one for attention (its log-sum-exp), one for each tile (its hidden states, its carry, its part of attention's output, what
+routers chose, and if the tile is stored all GEMM outputs). With attention, the backward asks for the tiles', attention's, and the
+tiles' once more.
+
+Parameters are arguments of the function, and tiles see aliases of them: hooks of a parameter see one gradient per backward.
+
+Where ranks share a sequence and the layer mixes tokens by more than attention, hidden states and whatever else it gets of its
+tokens move, so that tiles of one number are one stretch of the sequence (ds_memo.sequence.striped). The output moves back.
 """
 
 from __future__ import annotations
 
-import copy
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ds_memo.errors import MemoError
+from ds_memo.placement import FULL_RECOMPUTE, Placement
+from ds_memo.remat.autocast import autocast_as, autocast_now
 from ds_memo.remat.call import Call
+from ds_memo.remat.inputs import DeviceInput
+from ds_memo.remat.layer_call import CannotTile
+from ds_memo.remat.layer_host import LayerHost, Way
+from ds_memo.remat.layer_state import Before
 from ds_memo.remat.modes import running_tiles
-from ds_memo.remat.recipe import Recipe, SavedOp
+from ds_memo.remat.recipe import remember
 from ds_memo.remat.replay import Replay
 from ds_memo.remat.tensors import storage_of, tensor_leaves
-from ds_memo.sequence.carry import Carry
-from ds_memo.sequence.catch_mixers import carrying
+from ds_memo.remat.undo import Undoing, stacks_restored
+from ds_memo.sequence.mixers import fitting
+from ds_memo.sequence.parts import parts_of
+from ds_memo.sequence.striped import Striped, striped
 from ds_memo.spans import Span
-from ds_memo.swap.frame import Frame
-from ds_memo.tiles.around import dropping
+from ds_memo.swap.frame import Frame, Layout
+from ds_memo.swap.pinned_segments import PAGE
+from ds_memo.tiles.aliases import aliased, dropping, refuse_create_graph
 from ds_memo.tiles.attention import TiledAttention
-from ds_memo.tiles.attention_call import AttentionCall, Gathered, run_to_attention, run_with_attention
-from ds_memo.tiles.call_in_tiles import CallInTiles, Tile, memory_for, stored_tiles, with_left
-from ds_memo.tiles.findings import AttentionShapes
+from ds_memo.tiles.attention_call import AttentionCall, Gathered
+from ds_memo.tiles.gradient_owner import is_owned
+from ds_memo.tiles.graph import refuse_other_gradients
 from ds_memo.tiles.modes import LeftRecipe, RecordPost, RecordPre, ReplayPost
-from ds_memo.tiles.recipes import SizeRecipes, TileRecipe, analyse
-from ds_memo.tiles.slices import fill, new_whole, part
+from ds_memo.tiles.probe_result import by_arrival
+from ds_memo.tiles.recipes import SizeRecipes, TiledLayer, TileRecipe
+from ds_memo.tiles.slices import Arguments, fill, new_whole, part
+from ds_memo.tiles.tile_runs import Tile, TileRuns
 from ds_memo.tiles.weight_gradients import GradientSums
+from ds_memo.units import round_up
 
 Gradients = Sequence[torch.Tensor | None]
 
 
-@dataclass
-class AttentionTile(Tile):
-    """A tile that is cut at attention."""
+class TiledCall:
+    """One call of a tiled layer. It lives as long as its graph, and so do its frames.
 
-    recipe: TileRecipe
-    carried: int
-    """Tensors of the tile before that its pre goes on from."""
-    followed: bool = False
-    """True if the pre did what the recipe says, as far as is known. The run behind attention compares it once more."""
+    Args:
+        forward: the layer's own.
+        arguments: of the call, which gives up the hidden states.
+        spans: its tiles.
+        placement: has tiles; its alpha is the share of them that are stored.
+        before: the layer's state before the call.
+    """
 
-    @functools.cached_property
-    def up_to_attention(self) -> Call:
-        """A call like the tile's that ends at attention, for the backward from there. Its forward must be over."""
-        return self._like(self.recipe.up_to_attention if self.followed else self._without_ops)
-
-    @functools.cached_property
-    def again_to_attention(self) -> Call:
-        """The same, but it computes what attention reads."""
-        return self._like(self.recipe.again_to_attention if self.followed else self._without_ops)
-
-    @functools.cached_property
-    def behind_attention(self) -> Call:
-        """A call like the tile's that leaves out what only attention reads."""
-        followed_to_the_end = self.call.recipe is self.recipe.whole
-        return self._like(self.recipe.behind_attention) if followed_to_the_end else self.call
-
-    @property
-    def _without_ops(self) -> Recipe:
-        return replace(self.call.recipe, ops=[])
-
-    def _like(self, recipe: Recipe) -> Call:
-        call = copy.copy(self.call)
-        call.recipe = recipe
-        return call
-
-
-def reads_hidden_only(tile: AttentionTile, call: Call) -> bool:
-    """Return True if a tile's replay reads no more of its frame than the hidden states."""
-    return not tile.carried and not any(op.kept is not None and (isinstance(op, SavedOp) or op.wanted) for op in call.recipe.ops)
-
-
-class TiledCall(CallInTiles):
-    """One call of a tiled layer that calls attention. See :class:`CallInTiles` for the arguments."""
-
-    _shapes: AttentionShapes
-    _tiles: list[AttentionTile]
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        tiled, tiles = self._tiled, self._placement.tiles
-        assert tiles is not None
-        self._keeps_result = not (self._recomputes or tiled.result_differs)
+    def __init__(
+        self,
+        tiled: TiledLayer,
+        forward: Callable[..., Any],
+        arguments: Arguments,
+        spans: Sequence[Span],
+        placement: Placement,
+        host: LayerHost,
+        before: Before,
+    ) -> None:
+        self._before = before
+        self._tiled = tiled
+        self._shapes = tiled.shapes
+        self._spans = spans
+        self._host = host
+        self._engine = host.engine
+        self._arguments = arguments
+        self._hidden = arguments.take_hidden()
+        parts = parts_of(tiled.module) if tiled.shapes.mixes else None
+        self._striped: Striped | None = None
+        """The tokens of the ranks' tiles; None: this rank has whole sequences, or the layer does not mix tokens."""
+        if parts is not None:
+            parts = fitting(parts, arguments.length, type(tiled.module).__name__)
+            self._striped, tiled.striped = striped(parts, spans[0].size[1]), True
+            self._hidden = self._striped.enter(self._hidden)
+            arguments.move(self._striped.argument)
+        self._inputs = arguments.detach()
+        self._parameters = by_arrival(tiled.module, tiled.shapes.arrivals)
+        self._trains = torch.is_grad_enabled() and bool(self._inputs or self._parameters or self._hidden.requires_grad)
+        """False: no backward will come, and nothing is kept."""
+        if not self._trains:
+            placement, self._parameters = replace(FULL_RECOMPUTE, tiles=placement.tiles), []
+        self._placement = placement
+        self._recomputes = placement.kind.recomputes_attention
+        self._device_inputs = [DeviceInput(tiled.layer.name, tensor) for tensor in arguments.tensors]
+        self._autocast = autocast_now()
+        self._aliases: Sequence[torch.Tensor] = ()
+        """The parameters' aliases, while the forward runs."""
+        self._seed = int(torch.randint(1 << 62, ())) if tiled.shapes.draws and torch.is_grad_enabled() else None
+        self._runs = TileRuns(forward, arguments, tiled.shapes, self._engine.device, self._trains, self._striped)
+        self._tiles: list[Tile] = []
+        self._recipes: dict[Any, SizeRecipes] = {}
+        """By the tiles' kinds."""
+        self._stored: set[int] = set()
+        """Numbers of the tiles that are stored."""
+        self._keeps_result = tiled.shapes.attention is not None and not (self._recomputes or tiled.result_differs)
         """True if the tiles' frames keep attention's result; else the backward makes it before it comes to the tiles."""
-        size = self._arguments.batch, self._arguments.length
-        how = tiles.head_groups, self._keeps_result, self._recomputes, self._striped
-        self._attention = TiledAttention(tiled, self._host, size, *how)
+        self._attention: Any = None
+        if tiled.shapes.attention is not None:
+            self._attention = TiledAttention(tiled, host, arguments.size, placement, self._keeps_result, self._striped)
         self._result: torch.Tensor | None = None
         """Attention's result where it stays on the device: the tiles' frames hold parts of it."""
         self._result_dtype: torch.dtype | None = None
 
     # ---- forward
 
-    def _run_tiles(self, hidden: torch.Tensor, recipes: dict[Any, SizeRecipes]) -> torch.Tensor:
-        if not self._recomputes:  # the first frame: the backward of the layer above goes on with the last tile's
-            self._attention.begin(self._placement)
-        gathered = self._pre(hidden, recipes)
-        self._host.part_begins("attention")
-        attend = self._attention.run_and_forget if self._recomputes else self._attention.run
-        with torch.set_grad_enabled(self._trains):
-            result = attend(gathered)
-        del gathered
-        output = self._post(hidden, result)
-        self._result_dtype = result.dtype
-        if not self._recomputes:
-            self._tiled.result_differs = self._attention.result_differs
-        if self._placement.kind.on_device and self._attention.output is not None:
-            self._result = result
+    def run(self) -> Any:
+        """Return what the layer returns."""
+        hidden, self._hidden = self._hidden, None
+        inputs, self._inputs = self._inputs, []
+        if self._trains:
+            # Autograd goes on with the youngest of these views: ZeRO's buckets get gradients in the order of a whole layer, which
+            # another rank may run.
+            views = [parameter.view_as(parameter) for parameter in self._parameters]
+            with torch.autograd.graph.saved_tensors_hooks(lambda _: self, lambda call: None):
+                output = _Tiled.apply(self, hidden, *inputs, *views)
+        else:
+            if torch.is_grad_enabled():  # a frozen layer: frames below it move as below any other
+                self._engine.abort(self._engine.begin(self._tiled.layer.name, self._placement))
+            output = self.forward(hidden)
+        del hidden  # before the output moves back
+        return self._shapes.output.of(output if self._striped is None else self._striped.leave(output))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the layer's output (b, s, h)."""
+        self._recipes = self._find_recipes(hidden)
+        self._place(hidden)
+        self._stored = stored_tiles(len(self._spans), self._placement.decided_alpha)
+        try:
+            with running_tiles(), self._grads(), dropping(), aliased(self._tiled.module, self._parameters) as self._aliases:
+                output = self._run_tiles(hidden)
+            self._aliases = ()
+            if self._trains or torch.is_grad_enabled():
+                self._describe(hidden)
+        except BaseException:  # Ctrl-C, too: the host blocks of frames that no graph will hold
+            for frame in self._frames():
+                if frame.state == "recording":
+                    self._engine.abort(frame)
+            raise
         return output
 
-    def _analyse(self, call: Call, hidden: torch.Tensor, span: Span) -> SizeRecipes:
-        first = self._spans[0]
-        tile, before = (self._arguments.tile(self._hidden_of(hidden, of), of)[:2] for of in (span, first))
-        goes_on = self._shapes.mixes and span.tokens.start
-        stretches = self._stretch(span, packed=False), self._stretch(first, packed=False)
-        how = span, self._shapes, stretches
-        with running_tiles():
-            return analyse(call, self._tiled.module, self._forward, tile, before if goes_on else None, *how)
+    def _grads(self) -> AbstractContextManager[None]:
+        """Have tiles build graphs, whose backwards are not run, if a backward of the model will come.
 
-    def _host_bytes(self, recipes: SizeRecipes) -> tuple[int, int]:
-        return recipes[self._keeps_result, False].host_bytes, recipes[self._keeps_result, True].host_bytes
+        Tiles of a frozen layer have none, unless it holds a tensor that needs a gradient.
+        """
+        return torch.set_grad_enabled(self._trains or torch.is_grad_enabled())
 
-    def _bytes_beside(self, hidden: torch.Tensor) -> int:
+    def _find_recipes(self, hidden: torch.Tensor) -> dict[Any, SizeRecipes]:
+        """Return the recipes by the tiles' kinds, after analysing kinds that are new."""
+        module, found = self._tiled.module, {}
+        trained = tuple(parameter.requires_grad for parameter in module.parameters())
+        for span in self._spans:
+            kind = self._kind(span)
+            if kind in found:
+                continue
+            modes = self._trains, torch.is_inference_mode_enabled(), module.training, self._autocast
+            key = kind, hidden.dtype, trained, modes
+            recipes = self._tiled.recipes.get(key)
+            if recipes is None:
+                with self._host.isolated(), self._grads():
+                    self._host.work.analysed += 1
+                    call = Call(self._tiled.layer.index, (), self._engine, None, None, self._host.work)
+                    recipes = self._runs.analyse(module, call, hidden, self._spans[0], span)
+                remember(self._tiled.recipes, key, recipes)
+            found[kind] = recipes
+        return found
+
+    def _kind(self, span: Span) -> Any:
+        """Return a key for what a tile's recipes depend on. The first tile of a sequence has no carry."""
+        return (span.size, span.tokens.start == 0) if self._shapes.mixes else span.size
+
+    def _recipe(self, span: Span, stored: bool) -> TileRecipe:
+        return self._recipes[self._kind(span)][self._keeps_result, stored]
+
+    def _place(self, hidden: torch.Tensor) -> None:
+        """Decide the share of tiles that are stored, and stay on the device if the host has no room."""
+        asked, key, sizes = self._placement, (hidden.shape, self._placement), None
+        if asked.kind.on_device:
+            return
+        of_attention = self._bytes_of_attention(hidden)
+        recomputed, stored = (
+            [self._recipe(span, is_stored).whole.layout.host_bytes for span in self._spans] for is_stored in (False, True)
+        )
+
+        def host_bytes(placement: Placement) -> int:
+            all_stored = stored_tiles(len(stored), placement.decided_alpha)
+            needs = [stored[number] if number in all_stored else nbytes for number, nbytes in enumerate(recomputed)]
+            return sum(round_up(nbytes, PAGE) for nbytes in (*needs, of_attention))
+
+        if key in self._tiled.alphas:
+            asked = replace(asked, alpha=self._tiled.alphas[key])
+        else:
+            sizes = sum(recomputed) + of_attention, sum(stored) - sum(recomputed)
+        self._placement = self._host.admit(self._tiled.layer, asked, Way.TILED, host_bytes, sizes)
+        if self._placement.kind is asked.kind:
+            remember(self._tiled.alphas, key, self._placement.decided_alpha)
+
+    def _bytes_of_attention(self, hidden: torch.Tensor) -> int:
         """Return about how many bytes attention's frame keeps: a log-sum-exp in float32 for each head, and maybe the output."""
-        if self._recomputes:
+        if self._recomputes or self._attention is None:
             return 0
-        result = self._shapes.result
+        result = self._shapes.attention.result
         elements = hidden.shape[0] * hidden.shape[1] * result.elements_per_token
         return 4 * elements // result.shape[-1] + (0 if self._keeps_result else elements * hidden.element_size())
 
-    def _frames(self) -> list[Frame]:
-        of_attention = self._attention.frame
-        return [*super()._frames(), *([] if of_attention is None else [of_attention])]
+    def _describe(self, hidden: torch.Tensor) -> None:
+        """Show the layer's report what this call keeps: the bytes of all its frames, and the shape of its input."""
+        layouts = [frame.layout for frame in self._frames()]
+        layout = Layout(
+            [kept for layout in layouts for kept in layout.kept],
+            sum(layout.host_bytes for layout in layouts),
+            sum(layout.buffer_bytes for layout in layouts),
+        )
+        of_tile = self._tiles[0].call.recipe
+        whole = [replace(kept, shape=tuple(hidden.shape)) for kept in of_tile.inputs[:1] if kept is not None]
+        self._tiled.layer.latest = replace(of_tile, layout=layout, inputs=whole)
 
-    def _pre(self, hidden: torch.Tensor, recipes: dict[tuple[int, int], SizeRecipes]) -> Gathered:
-        self._host.part_begins("heads")
-        gathered = Gathered(self._shapes.arguments, self._arguments.batch, self._arguments.length)
-        all_stored = stored_tiles(len(self._spans), self._placement.decided_alpha)
+    def _frames(self) -> list[Frame]:
+        frames = [tile.call.frame for tile in self._tiles]
+        if self._attention is not None:
+            frames.append(self._attention.frame)
+        return [frame for frame in frames if frame is not None]
+
+    def _run_tiles(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the layer's output."""
+        attention, result = self._attention, None
+        if attention is not None and not self._recomputes:  # first: the backward of the layer above goes on with the last tile's
+            attention.begin(self._placement)
+        self._host.part_begins("pre")
+        if attention is not None:
+            gathered = self._pre(hidden)
+        self._host.part_begins("attention")
+        if attention is not None:
+            with torch.set_grad_enabled(self._trains):
+                result = attention.run(gathered)
+            del gathered
+        self._host.part_begins("post")
+        output = self._post(hidden, result)
+        if attention is not None:
+            self._result_dtype = result.dtype
+            if not self._recomputes:
+                self._tiled.result_differs = attention.result_differs
+            if self._placement.kind.on_device and attention.shared is not None:
+                self._result = result
+        return output
+
+    def _open(self, number: int, x: torch.Tensor, carry: Sequence[torch.Tensor]) -> Tile:
+        """Begin a tile, and keep its hidden states and its carry if a backward will come.
+
+        If its ops depend on where documents begin, a recipe would serve it once: all of it is recomputed.
+        """
+        span = self._spans[number]
+        packed = self._striped is not None and self._striped.is_packed(span)
+        stored = number in self._stored and not packed
+        recipe = self._recipe(span, stored)
+        frame = self._engine.begin(f"{self._tiled.layer.name}, tile {number}", self._placement) if self._trains else None
+        call = Call(self._tiled.layer.index, (), self._engine, frame, recipe.whole, self._host.work)
+        if frame is not None:
+            frame.ahead = True
+            self._engine.adopt(frame, recipe.whole.layout)
+            for kept, tensor in zip(recipe.whole.inputs, [x, *carry], strict=False):
+                self._engine.keep(frame, kept, tensor)
+            self._host.work.gemm_flops += recipe.whole.gemm_flops
+        if packed:
+            call.recipe = replace(recipe.whole, ops=[])
+        seed = None if self._seed is None else self._seed + number
+        tile = Tile(span, call, recipe, stored, seed, len(carry), followed=not packed)
+        self._tiles.append(tile)
+        return tile
+
+    def _pre(self, hidden: torch.Tensor) -> Gathered:
+        gathered = self._new_gathered()
         left: list[torch.Tensor] = []
         for number, span in enumerate(self._spans):
-            packed = self._is_packed(span)
-            stored = number in all_stored and not packed
-            of_tile = recipes[self._kind(span)][self._keeps_result, stored]
-            x, carry = self._hidden_of(hidden, span), self._leaves(left if span.tokens.start else [])
-            call = self._begin_tile(number, of_tile.whole)
-            tile = AttentionTile(span, call, stored, self._seed_of(number), of_tile, len(carry))
-            self._tiles.append(tile)
-            self._keep_inputs(call, [x, *carry])
-            mode = RecordPre(call, len(of_tile.pre)) if of_tile.records_pre and not packed else None
-            reached, inputs, wholes, left = self._to_attention(tile, x, carry, mode or nullcontext())
-            self._refuse_other_gradients([*tensor_leaves(reached.leaves), *left], [x, *carry, *inputs])
-            tile.followed = not packed if mode is None else mode.followed
-            if packed:
-                call.recipe = replace(call.recipe, ops=[])
-            gathered.add(span, reached, wholes)
+            x, carry = self._runs.hidden_of(hidden, span), self._runs.leaves(left if span.tokens.start else [])
+            tile = self._open(number, x, carry)
+            records = tile.recipe.records_pre and tile.followed
+            mode = RecordPre(tile.call, len(tile.recipe.pre)) if records else None
+            reached, inputs, left = self._runs.run(span, x, carry, mode or nullcontext(), seed=tile.seed)
+            self._refuse_other_gradients([*tensor_leaves(reached.leaves), *left], inputs)
+            if mode is not None:
+                tile.followed = mode.followed
+            gathered.add(span, reached)
         return gathered
 
-    def _post(self, hidden: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
-        self._host.part_begins("tails")
+    def _post(self, hidden: torch.Tensor, result: torch.Tensor | None) -> torch.Tensor:
+        """Run each tile behind attention; without attention, all of it."""
         output: torch.Tensor | None = None
         left: list[torch.Tensor] = []
-        for tile in self._tiles:
-            of_tile, left = self._tile_post(tile, hidden, result, self._leaves(left if tile.span.tokens.start else []))
+        for number, span in enumerate(self._spans):
+            x, carry = self._runs.hidden_of(hidden, span), self._runs.leaves(left if span.tokens.start else [])
+            tile = self._open(number, x, carry) if result is None else self._tiles[number]
+            of_tile, left = self._tile_post(tile, x, carry, result)
             if output is None:
-                output = new_whole(of_tile, self._arguments.batch, self._arguments.length, 1)
-            part(output, tile.span, 1).copy_(of_tile)
+                output = new_whole(of_tile, *self._arguments.size, 1)
+            part(output, span, 1).copy_(of_tile)
+            del of_tile
             if self._trains:
                 self._engine.end(tile.call.frame)
             if tile.stored:
@@ -186,32 +329,23 @@ class TiledCall(CallInTiles):
         return output
 
     def _tile_post(
-        self, tile: AttentionTile, hidden: torch.Tensor, result: torch.Tensor, carry: list[torch.Tensor]
+        self, tile: Tile, x: torch.Tensor, carry: list[torch.Tensor], result: torch.Tensor | None
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Run a tile behind attention. Return its output, and what it leaves for the next.
 
         Args:
             carry: also for what lies before attention, as far as what follows needs that.
         """
-        x = self._hidden_of(hidden, tile.span)
-        own = part(result, tile.span, self._shapes.result.dim).detach()
-        if self._keeps_result:
-            self._engine.keep(tile.call.frame, tile.call.recipe.inputs[-1], own)
-        if self._trains:
-            for kept, tensor in list(zip(self._kept_carry(tile), carry, strict=True))[tile.carried :]:
-                self._engine.keep(tile.call.frame, kept, tensor)
-        own.requires_grad_(self._trains)
+        own = self._own_result(tile, carry, result)
         if tile.followed:
-            mode = RecordPost(tile.call, tile.recipe.needed_behind, tile.recipe.records_post)
+            mode = RecordPost(tile.call, tile.recipe.sections.post_needs, tile.recipe.records_post)
 
-            def supply(reached: AttentionCall, wholes: Any) -> torch.Tensor:
+            def attend(reached: AttentionCall) -> Any:
                 mode.attention_reached()
                 return own
 
             try:
-                output, inputs, left = self._with_attention(tile, x, carry, mode, supply)
-                self._refuse_other_gradients([output, *left], [x, own, *carry, *inputs])
-                return output.detach(), left
+                output, inputs, left = self._runs.run(tile.span, x, carry, mode, attend, tile.seed)
             except LeftRecipe:
                 if self._striped is not None:  # other ranks would have to join in another run
                     raise MemoError(
@@ -219,131 +353,200 @@ class TiledCall(CallInTiles):
                         "ranks would have to join in running it again. Set memo.tile_tokens to 0"
                     ) from None
                 tile.followed = False
-        output, inputs, left = self._with_attention(tile, x, carry, nullcontext(), lambda reached, wholes: own)
-        self._refuse_other_gradients([output, *left], [x, own, *carry, *inputs])
+        if not tile.followed:
+            output, inputs, left = self._runs.run(tile.span, x, carry, nullcontext(), lambda reached: own, tile.seed)
+        self._refuse_other_gradients([output, *left], [*inputs, *([] if own is None else [own])])
         return output.detach(), left
+
+    def _own_result(self, tile: Tile, carry: list[torch.Tensor], result: torch.Tensor | None) -> torch.Tensor | None:
+        """Return a tile's part of attention's result as a leaf. Keep it, and the part of the carry that its pre does not read."""
+        if result is None:
+            return None
+        own = part(result, tile.span, self._shapes.attention.result.dim).detach()
+        if self._keeps_result:
+            self._engine.keep(tile.call.frame, tile.call.recipe.inputs[-1], own)
+        if self._trains:
+            for kept, tensor in list(zip(self._kept_carry(tile), carry, strict=True))[tile.carried :]:
+                self._engine.keep(tile.call.frame, kept, tensor)
+        return own.requires_grad_(self._trains)
+
+    def _refuse_other_gradients(self, results: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
+        """Refuse the layer if a tile's results depend on another tensor that needs a gradient, wherever it is held.
+
+        A layer may hold one from some call on, which no check of an earlier call has seen.
+        """
+        if torch.is_grad_enabled():
+            refuse_other_gradients(results, [*inputs, *self._aliases])
 
     # ---- backward
 
+    def backward(self, gradient: torch.Tensor, may_overwrite: bool) -> list[torch.Tensor | None]:
+        """Return the gradients of the hidden states, of other inputs and of the parameters."""
+        for given in self._device_inputs:
+            given.check()
+        self._host.replay_begins(self._tiled.layer)
+        with (
+            stacks_restored(),
+            Undoing(self._close_frames),
+            Undoing(torch.clear_autocast_cache),
+            running_tiles(),
+            autocast_as(self._autocast),
+            self._before.put_in(),
+            aliased(self._tiled.module, self._parameters) as aliases,
+        ):
+            sums, d_inputs = GradientSums(aliases), self._arguments.new_gradients()
+            try:
+                d_hidden = self._backward_tiles(sums, gradient, may_overwrite, d_inputs)
+            except CannotTile as reason:
+                raise MemoError(
+                    f"layer {self._tiled.layer.name} ran in tiles, and its backward cannot: {reason}. Set memo.tile_tokens to 0"
+                ) from reason
+            return [d_hidden, *d_inputs, *sums.take()]
+
     def _close_frames(self) -> None:
-        super()._close_frames()
-        self._attention.release()
+        for tile in self._tiles:
+            tile.call.frame.first_only = False
+            self._engine.give_up(tile.call.frame)
+        if self._attention is not None:
+            self._attention.release()
 
     def _backward_tiles(
         self, sums: GradientSums, gradient: torch.Tensor, may_overwrite: bool, d_inputs: list[torch.Tensor]
     ) -> torch.Tensor:
-        self._host.part_begins("tails_backward")
-        gathered = Gathered(self._shapes.arguments, self._arguments.batch, self._arguments.length)
-        if self._keeps_result:
-            result = self._new_result(gradient.device) if self._result is None else self._result
-        else:
-            self._pre_again(gathered)
-            result = self._attention.result(gathered, then=self._last_frame)
-        d_hidden, d_result = memory_for(gradient, may_overwrite), self._new_result(gradient.device)
+        """Return the gradient of the hidden states, and add to the other gradients."""
+        attention, gathered = self._attention, None
+        result = d_result = None
+        self._host.part_begins("post_backward")
+        if attention is not None:
+            gathered = self._new_gathered()
+            if self._keeps_result:
+                result = self._new_result(gradient.device) if self._result is None else self._result
+            else:
+                self._pre_again(gathered)
+                result = attention.result(gathered, then=self._last_frame)
+            d_result = self._new_result(gradient.device)
+        d_hidden = gradient if may_overwrite else torch.empty_like(gradient, memory_format=torch.contiguous_format)
         self._post_backward(sums, gathered, gradient, d_hidden, d_inputs, result, d_result)
-        sums.settle()
         self._host.part_begins("attention_backward")
-        self._attention.supply(result)
-        del result
-        self._attention.backward(sums, sums.parameters, gathered, d_result, then=self._last_frame)
-        del d_result
-        self._host.part_begins("heads_backward")
-        self._pre_backward(sums, gathered, d_hidden, d_inputs)
+        if attention is not None:
+            sums.round_sums()
+            attention.supply(result)
+            del result
+            attention.backward(sums, gathered, d_result, then=self._last_frame)
+            del d_result
+        self._host.part_begins("pre_backward")
+        if attention is not None:
+            self._pre_backward(sums, gathered, d_hidden, d_inputs)
         return d_hidden
 
     @property
     def _last_frame(self) -> Frame:
         return self._tiles[-1].call.frame
 
+    def _tiles_back(self, again: bool = False) -> Iterator[Tile]:
+        """Yield the tiles, last first, each with its frame on the device.
+
+        Args:
+            again: True if they will be asked for once more: attention's frame follows the first tile's, or then the last one's.
+        """
+        for number in reversed(range(len(self._tiles))):
+            tile, then = self._tiles[number], None
+            if again:
+                then = self._tiles[number - 1].call.frame if number else self._attention.frame or self._last_frame
+            self._engine.bring_back(tile.call.frame, then, again)
+            tile.call.frame.first_only = False
+            yield tile
+
+    def _new_gathered(self) -> Gathered:
+        return Gathered(self._shapes.attention.arguments, *self._arguments.size)
+
     def _new_result(self, device: torch.device) -> torch.Tensor:
-        return self._shapes.result.new(self._arguments.batch, self._arguments.length, self._result_dtype, device)
+        return self._shapes.attention.result.new(*self._arguments.size, self._result_dtype, device)
 
     def _pre_again(self, gathered: Gathered) -> None:
         """Run every tile up to attention once more: fill `gathered`."""
         for tile in self._tiles:
-            tile.call.frame.first_only = reads_hidden_only(tile, tile.again_to_attention)
-        below = [self._attention.frame or self._last_frame, *(tile.call.frame for tile in self._tiles)]
-        for number, tile in reversed(list(enumerate(self._tiles))):
-            self._engine.bring_back(tile.call.frame, then=below[number], again=True)
-            tile.call.frame.first_only = False
+            tile.call.frame.first_only = tile.reads_hidden_only(tile.pre_again)
+        for tile in self._tiles_back(again=True):
+            carry, mode = self._carry(tile, tile.carried), Replay(tile.call, tile.pre_again)
             with torch.enable_grad(), dropping():
-                replay = Replay(tile.again_to_attention)
-                reached, _, wholes, _ = self._to_attention(tile, tile.hidden(), self._carry(tile, tile.carried), replay)
-            gathered.add(tile.span, reached, wholes)
+                ran = self._runs.run(tile.span, tile.hidden(), carry, mode, seed=tile.seed)
+            gathered.add(tile.span, ran.end)
 
     def _post_backward(
         self,
         sums: GradientSums,
-        gathered: Gathered,
+        gathered: Gathered | None,
         gradient: torch.Tensor,
         d_hidden: torch.Tensor,
         d_inputs: list[torch.Tensor],
-        result: torch.Tensor,
-        d_result: torch.Tensor,
+        result: torch.Tensor | None,
+        d_result: torch.Tensor | None,
     ) -> None:
-        """Run every tile again, and the backward of what follows attention: fill `d_result` and a part of other gradients.
+        """Run every tile again, and the backward of its post: fill `d_hidden` and `d_result`, add to other gradients.
 
         If the tiles' frames keep attention's result, `gathered` and `result` are filled, too.
         """
-        dim = self._shapes.result.dim
-        below = [self._attention.frame or self._last_frame, *(tile.call.frame for tile in self._tiles)]
         d_left: Gradients = []
-        for number, tile in reversed(list(enumerate(self._tiles))):
-            self._engine.bring_back(tile.call.frame, then=below[number], again=True)
-            own = part(result, tile.span, dim)
-            if self._keeps_result:
-                kept = tile.call.frame.tensor(tile.call.recipe.inputs[-1]).detach()
-                if storage_of(kept) != storage_of(result):
-                    own.copy_(kept)
-                own = kept
-                del kept
-            own = own.detach().requires_grad_()
+        for tile in self._tiles_back(again=result is not None):
+            own = None if result is None else self._result_again(tile, result)
             d_output = part(gradient, tile.span, 1)
             d_x, d_own, d_left, d_others = self._tile_post_backward(sums, tile, gathered, own, d_output, d_left)
-            tile.call.frame.first_only = reads_hidden_only(tile, tile.up_to_attention)
-            fill(part(d_result, tile.span, dim), d_own)
+            if d_result is not None:
+                tile.call.frame.first_only = tile.reads_hidden_only(tile.pre_backward)
+                fill(part(d_result, tile.span, self._shapes.attention.result.dim), d_own)
             fill(part(d_hidden, tile.span, 1), d_x)
             self._arguments.add(d_inputs, tile.span, d_others)
             del own, d_own, d_x, d_others  # before the next tile is reloaded and runs again
 
+    def _result_again(self, tile: Tile, result: torch.Tensor) -> torch.Tensor:
+        """Return a tile's part of attention's result as a leaf. If the tile's frame keeps it, fill its part of `result`."""
+        own = part(result, tile.span, self._shapes.attention.result.dim)
+        if self._keeps_result:
+            kept = tile.call.frame.tensor(tile.call.recipe.inputs[-1]).detach()
+            if storage_of(kept) != storage_of(result):
+                own.copy_(kept)
+            own = kept
+        return own.detach().requires_grad_()
+
     def _tile_post_backward(
         self,
         sums: GradientSums,
-        tile: AttentionTile,
-        gathered: Gathered,
-        own: torch.Tensor,
+        tile: Tile,
+        gathered: Gathered | None,
+        own: torch.Tensor | None,
         d_output: torch.Tensor,
         d_left: Gradients,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, Gradients, Gradients]:
-        """Return the gradients of a tile's hidden states, of attention's output `own`, of its carry, and of other inputs, by
-        what follows attention.
+        """Return the gradients of a tile's hidden states, of attention's output `own`, of its carry, and of other inputs, by its
+        post.
 
         Args:
-            d_left: the gradients of what it left, by what follows attention in later tiles.
+            d_left: the gradients of what it left, by the post of later tiles; empty behind the last tile of a sequence.
         """
         x, carry, recipe = tile.hidden(), self._carry(tile), tile.recipe
-        mode = Replay(tile.call if self._keeps_result else tile.behind_attention)
+        mode = Replay(tile.call) if self._keeps_result else Replay(tile.call, tile.post_backward)
         if tile.followed and self._keeps_result and recipe.pre_flops is not None:
             mode = ReplayPost(tile.call, len(recipe.pre), recipe.pre_flops)
 
-        def supply(reached: AttentionCall, wholes: Any) -> torch.Tensor:
+        def attend(reached: AttentionCall) -> Any:
             if self._keeps_result:
-                gathered.add(tile.span, reached, wholes)
+                gathered.add(tile.span, reached)  # type: ignore[union-attr]
             if isinstance(mode, ReplayPost):
                 mode.attention_reached()
             return own
 
         with torch.enable_grad():
-            output, inputs, left = self._with_attention(tile, x, carry, mode, supply)
-        d_x, d_own, *rest = sums.backward(*with_left([output], [d_output], left, d_left), [x, own, *carry, *inputs])
-        return d_x, d_own, rest[: len(carry)], rest[len(carry) :]
+            output, inputs, left = self._runs.run(tile.span, x, carry, mode, attend, tile.seed)
+        owns = [] if own is None else [own]
+        found = sums.backward(*with_left([output], [d_output], left, d_left), [*inputs, *owns])
+        d_x, *rest = found[: len(inputs)]
+        return d_x, found[-1] if owns else None, rest[: len(carry)], rest[len(carry) :]
 
     def _pre_backward(self, sums: GradientSums, gathered: Gathered, d_hidden: torch.Tensor, d_inputs: list[torch.Tensor]) -> None:
-        """Run the backward of what comes before attention: add to `d_hidden` and `d_inputs`."""
+        """Run the backward of every tile's pre: add to `d_hidden` and `d_inputs`."""
         d_left: Gradients = []
-        for tile in reversed(self._tiles):
-            self._engine.bring_back(tile.call.frame)
-            tile.call.frame.first_only = False
+        for tile in self._tiles_back():
             d_x, d_left, d_others = self._tile_pre_backward(sums, tile, gathered, d_left)
             if d_x is not None:
                 part(d_hidden, tile.span, 1).add_(d_x)
@@ -351,61 +554,62 @@ class TiledCall(CallInTiles):
             del d_x, d_others
 
     def _tile_pre_backward(
-        self, sums: GradientSums, tile: AttentionTile, gathered: Gathered, d_left: Gradients
+        self, sums: GradientSums, tile: Tile, gathered: Gathered, d_left: Gradients
     ) -> tuple[torch.Tensor | None, Gradients, Gradients]:
         """Return the gradients of a tile's hidden states, of its carry, and of other inputs, by attention's arguments.
 
         Args:
             d_left: the gradients of what it left, by attention's arguments of later tiles.
         """
-        x, carry, shapes = tile.hidden(), self._carry(tile, tile.carried), self._shapes
+        x, carry, attention = tile.hidden(), self._carry(tile, tile.carried), self._shapes.attention
         with torch.enable_grad():
-            reached, inputs, _, left = self._to_attention(tile, x, carry, Replay(tile.up_to_attention))
-        indices = [index for index in shapes.differentiable if shapes.arguments[index] is not None]
-        gradients = [part(gathered.leaves[index], tile.span, shapes.arguments[index]) for index in indices]
+            reached, inputs, left = self._runs.run(tile.span, x, carry, Replay(tile.call, tile.pre_backward), seed=tile.seed)
+        indices = [index for index in attention.differentiable if attention.arguments[index] is not None]
+        gradients = [part(gathered.leaves[index], tile.span, attention.arguments[index]) for index in indices]
         outputs = [reached.leaves[index] for index in indices]
-        d_x, *rest = sums.backward(*with_left(outputs, gradients, left, d_left), [x, *carry, *inputs])
+        d_x, *rest = sums.backward(*with_left(outputs, gradients, left, d_left), inputs)
         return d_x, rest[: len(carry)], rest[len(carry) :]
 
-    # ---- runs of a tile
-
-    def _kept_carry(self, tile: AttentionTile) -> list[Any]:
+    def _kept_carry(self, tile: Tile) -> list[Any]:
         inputs = tile.call.recipe.inputs[1:]
         return inputs[:-1] if self._keeps_result else inputs
 
-    def _carry(self, tile: AttentionTile, tensors: int | None = None) -> list[torch.Tensor]:
+    def _carry(self, tile: Tile, tensors: int | None = None) -> list[torch.Tensor]:
         """Return what the tile before left, or the first tensors of it, from this one's frame."""
-        return self._leaves([tile.call.frame.tensor(kept) for kept in self._kept_carry(tile)[:tensors]])
+        return self._runs.leaves([tile.call.frame.tensor(kept) for kept in self._kept_carry(tile)[:tensors]])
 
-    def _going_on(self, tile: AttentionTile, carry: list[torch.Tensor]) -> AbstractContextManager[Carry]:
-        return carrying(carry if tile.span.tokens.start else None, self._stretch(tile.span))
 
-    def _to_attention(
-        self, tile: AttentionTile, x: torch.Tensor, carry: list[torch.Tensor], mode: Any
-    ) -> tuple[AttentionCall, list[torch.Tensor], Any, list[torch.Tensor]]:
-        """Run a tile up to attention. Return the call, the tile's inputs besides `x` and `carry`, what arguments were cut from,
-        and what it leaves for the next tile."""
-        args, kwargs, wholes = self._arguments.tile(x, tile.span)
-        with self._seeded(tile.seed), mode, self._going_on(tile, carry) as after:
-            reached = run_to_attention(self._forward, args, kwargs, self._shapes.sdpa)
-        return reached, self._arguments.inputs(args, kwargs), wholes, after.left
+def with_left(
+    results: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], left: Sequence[torch.Tensor], d_left: Gradients
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Add what a tile left for the next to what its backward begins at, and the gradients of that.
 
-    def _with_attention(
-        self,
-        tile: AttentionTile,
-        x: torch.Tensor,
-        carry: list[torch.Tensor],
-        mode: Any,
-        supply: Callable[[AttentionCall, Any], torch.Tensor],
-    ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
-        """Run a whole tile with ``supply(call, wholes)`` as attention's result. Return its output, its inputs besides `x` and
-        `carry`, and what it leaves for the next tile."""
-        args, kwargs, wholes = self._arguments.tile(x, tile.span)
-        shapes = self._shapes
+    Args:
+        d_left: empty behind the last tile of a sequence. None: nothing came of it.
+    """
+    more = [(end, d_end) for end, d_end in zip(left, d_left, strict=False) if d_end is not None]
+    return [*results, *(end for end, _ in more)], [*gradients, *(d_end for _, d_end in more)]
 
-        def attend(reached: AttentionCall) -> Any:
-            return shapes.result.of(supply(reached, wholes))
 
-        with self._seeded(tile.seed), mode, self._going_on(tile, carry) as after:
-            returned = run_with_attention(self._forward, args, kwargs, attend, shapes.sdpa)
-        return shapes.output.tensor(returned), self._arguments.inputs(args, kwargs), after.left
+def stored_tiles(tiles: int, alpha: float) -> set[int]:
+    """Return the numbers of the tiles that are stored, a share alpha of all, evenly among the others.
+
+    The first tile is the first of them: so the copies of the last one have some tiles' time until the next layer begins.
+    """
+    stored = int(tiles * alpha + 1e-9)
+    return {number * tiles // stored for number in range(stored)}
+
+
+class _Tiled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: TiledCall, hidden: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(hidden.new_empty(0))  # in its place the hooks save the call: it is freed with the graph's tensors
+        return call.forward(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        may_overwrite = is_owned(gradient)
+        refuse_create_graph()
+        call = ctx._raw_saved_tensors[0].data  # raises if the graph was freed
+        d_hidden, *others = call.backward(gradient, may_overwrite)
+        return None, d_hidden if ctx.needs_input_grad[1] else None, *others

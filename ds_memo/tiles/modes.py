@@ -9,7 +9,9 @@ keeps or leaves out something. The dead pre is always compared with the recipe, 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,49 +31,64 @@ from ds_memo.remat.record import Record
 from ds_memo.remat.replay import Replay
 
 
+@dataclass(frozen=True)
+class Sections:
+    """A tile's ops before attention (its pre) and behind it (its post)."""
+
+    pre_backward_needs: list[bool]
+    """For each op of the pre, whether the pre's backward needs what it computes."""
+    post_needs: list[bool]
+    """For each op of the pre, whether the post needs what it computes."""
+    pre_writes: bool
+    """True if ops of the pre write in place."""
+    post_writes: bool
+
+
 class AnalyseTile(Analyse):
-    """Watch a whole run of a tile: also which GEMMs of its pre the post needs."""
+    """Watch a whole run of a tile: also what the backward of its pre, and its post, need of the pre's GEMMs."""
 
     def __init__(self, call: Call, observed: Observed, givens: Iterable[torch.Tensor]) -> None:
         super().__init__(call, observed, givens)
-        self.pre: int | None = None
+        self._pre: int | None = None
         """Number of ops before attention; None before it is reached."""
-        self.pre_writes = self.post_writes = False
+        self._pre_writes = self._post_writes = False
         """True if ops there write in place, other than a product's bias to the product."""
-        self._post_reads = 0
+        self._pre_backward_reads = self._post_reads = 0
 
     def attention_reached(self, reads: Iterable[torch.Tensor], supplied: Iterable[torch.Tensor]) -> None:
         """Note that attention reads these tensors, and that what follows is given those."""
-        self.pre = len(self.observed.ops)
+        self._pre = len(self.observed.ops)
+        self._pre_backward_reads = self.observed.closed(self.observed.wanted, lambda gemm: gemm.splits and gemm.chosen_from)
         self.observed.wanted |= self._made_of_all(list(reads))
         for tensor in supplied:
             self._made(tensor, 0)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if self.pre is not None and not has_inner_tensors(types):
+        if self._pre is not None and not has_inner_tensors(types):
             self._post_reads |= self._made_of_all(args, kwargs or {})
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _about_to_write(self, func: Any, args: tuple, kwargs: dict, sources: int, fresh: ObservedGemm | None) -> int:
         sources = super()._about_to_write(func, args, kwargs, sources, fresh)
         if fresh is None or not fresh.biased:
-            self.pre_writes |= self.pre is None
-            self.post_writes |= self.pre is not None
+            self._pre_writes |= self._pre is None
+            self._post_writes |= self._pre is not None
         return sources
 
     def _choose_from(self, sources: int) -> None:
         self._post_reads |= sources  # values that steer Python, in the pre's second run too
         super()._choose_from(sources)
 
-    def post_needs(self, output: torch.Tensor) -> list[bool]:
-        """Return for each op of the pre whether the post needs what it computes. Call it inside the mode."""
-        reads = self._post_reads | self._made_of(output)
-        gemms = [op for op in self.observed.ops[: self.pre] if isinstance(op, ObservedGemm)]
-        for bit, gemm in reversed(list(enumerate(gemms))):
-            if reads >> 2 * bit & 1:
-                reads |= gemm.sources
-        bits = iter(range(len(gemms)))
-        return [not isinstance(op, ObservedGemm) or bool(reads >> 2 * next(bits) & 1) for op in self.observed.ops[: self.pre]]
+    def sections(self, output: torch.Tensor) -> Sections:
+        """Describe the run, which has ended with this output. Call it inside the mode."""
+        reads = self.observed.closed(self._post_reads | self._made_of(output), lambda gemm: False)
+        pre_backward, post = self._computing(self._pre_backward_reads), self._computing(reads)
+        return Sections(pre_backward, post, self._pre_writes, self._post_writes)
+
+    def _computing(self, gemms: int) -> list[bool]:
+        """Return for each op of the pre whether it is one of these GEMMs, or none."""
+        bits = itertools.count(0, 2)
+        return [not isinstance(op, ObservedGemm) or bool(gemms >> next(bits) & 1) for op in self.observed.ops[: self._pre]]
 
 
 class RecordPre(Record):
@@ -134,6 +151,12 @@ class RecordPost(Switched, Record):
         self._records = records
         self._in_pre = True
 
+    def __enter__(self) -> Any:
+        super().__enter__()
+        if not self._pre:
+            self.attention_reached()
+        return self
+
     def attention_reached(self) -> None:
         if self._next != len(self._pre):
             self._leave()
@@ -145,7 +168,8 @@ class RecordPost(Switched, Record):
         super().__exit__(*exception)
         if exception[0] is None and not self._records and self.packs != self.call.recipe.packs:
             super()._leave()
-            raise LeftRecipe
+            if self._pre:  # the post may have read a product that was left out
+                raise LeftRecipe
 
     def _leave(self) -> None:
         super()._leave()

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from ds_memo.remat.autocast import autocast_as, autocast_now
 from ds_memo.remat.layer_state import unchanged
 from ds_memo.remat.undo import Undoing, stacks_restored
 from ds_memo.spans import spans
-from ds_memo.tiles import compare
-from ds_memo.tiles.around import aliased, autocast_as, autocast_now, dropping, refuse_create_graph
+from ds_memo.tiles.aliases import aliased, dropping, refuse_create_graph
+from ds_memo.tiles.check import compare
 from ds_memo.tiles.gradient_owner import is_owned
 from ds_memo.tiles.slices import fill, new_whole, part
 from ds_memo.tiles.weight_gradients import GradientSums

@@ -57,7 +57,8 @@ class Arguments:
     def __init__(self, args: tuple, kwargs: dict[str, Any], like: Arguments | None = None) -> None:
         self._leaves, self._spec = tree_flatten(_others(args, kwargs))
         self._hidden_first = bool(args)
-        self.batch, self.length = hidden_states(args, kwargs).shape[:2]
+        self.hidden = hidden_states(args, kwargs)
+        self.batch, self.length = self.hidden.shape[:2]
         self._places: list[Place | None] = like._places if like else [self._place(leaf) for leaf in self._leaves]
         self._inputs: list[int] = []
         """Leaves that tiles get as leaves of their graphs."""
@@ -66,6 +67,16 @@ class Arguments:
         values = [one for value in (*args, *kwargs.values()) for one in (value if type(value) is tuple else (value,))]
         if all(map(tree_is_leaf, values)):
             self._tiles = {}
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Sequences and their length."""
+        return self.batch, self.length
+
+    def take_hidden(self) -> torch.Tensor:
+        """Return the hidden states, and hold them no longer: arguments live as long as the call's graph."""
+        hidden, self.hidden = self.hidden, None
+        return hidden
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -214,31 +225,3 @@ def hidden_states(args: tuple, kwargs: dict[str, Any]) -> Any:
 def is_dense(value: Any) -> bool:
     """Return True for a tensor whose sequences are equally long. Without gradients, PyTorch's encoders leave out padding."""
     return isinstance(value, torch.Tensor) and not value.is_nested
-
-
-def token_dims(short: Sequence[Any], long: Sequence[Any], lengths: tuple[int, int]) -> list[int | None]:
-    """Return the dimension of tokens for each value that two tiles of different lengths have; None: it has none.
-
-    Raises:
-        ValueError: a value depends on the tile in another way. The message names it.
-    """
-    if len(short) != len(long):
-        raise ValueError(f"{len(short)} values in a tile of {lengths[0]} tokens, {len(long)} in one of {lengths[1]}")
-    return [_token_dim_of(*pair, lengths) for pair in zip(short, long, strict=True)]
-
-
-def _token_dim_of(short: Any, long: Any, lengths: tuple[int, int]) -> int | None:
-    if not isinstance(short, torch.Tensor) or not isinstance(long, torch.Tensor):
-        if short is not long and not (type(short) is type(long) and short == long):
-            raise ValueError(f"{short!r} in a tile of {lengths[0]} tokens, {long!r} in one of {lengths[1]}")
-        return None
-    if short is long or (short.shape == long.shape and short.data_ptr() == long.data_ptr()):
-        return None
-    if short.shape == long.shape and not short.requires_grad and torch.equal(short, long):
-        return None
-    dims = [dim for dim, sizes in enumerate(zip(short.shape, long.shape, strict=False)) if sizes[0] != sizes[1]]
-    if short.dim() != long.dim() or len(dims) != 1 or (short.shape[dims[0]], long.shape[dims[0]]) != lengths:
-        raise ValueError(
-            f"a tensor of shape {tuple(short.shape)} in a tile of {lengths[0]} tokens, {tuple(long.shape)} in {lengths[1]}"
-        )
-    return dims[0]

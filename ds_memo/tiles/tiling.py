@@ -31,12 +31,10 @@ from ds_memo.remat.shared_changes import Undo
 from ds_memo.remat.undo import Undoing
 from ds_memo.sequence.parts import PARTS
 from ds_memo.spans import number_of_spans, spans
-from ds_memo.tiles.chain import ChainedCall
-from ds_memo.tiles.findings import AttentionShapes
+from ds_memo.tiles.check.probe import LEAST_TOKENS, probe
+from ds_memo.tiles.check.refuse import refuse_call
 from ds_memo.tiles.layer import TiledCall
-from ds_memo.tiles.probe import LEAST_TOKENS, probe
 from ds_memo.tiles.recipes import TiledLayer
-from ds_memo.tiles.refuse import refuse_call
 from ds_memo.tiles.slices import Arguments, hidden_states, is_dense
 
 
@@ -100,7 +98,7 @@ class Tiling:
         if _is_one_tile(hidden, tiles.tokens):
             return ""
         signature: Any
-        why = ""
+        why, arguments = "", None
         try:
             refuse_call(own.module, own.args, own.kwargs)
         except CannotTile as reason:
@@ -115,13 +113,13 @@ class Tiling:
                 return self._refuse(host, layer, what)
         if signature not in verdicts.tiled:
             with host.isolated(), torch.inference_mode(False), running_tiles():
-                verdicts.judge(signature, own, why)
+                verdicts.judge(signature, own, arguments, why)
         tiled = verdicts.tiled[signature]
         if isinstance(tiled, str):
             return self._refuse(host, layer, tiled)
         if not call.grads and tiled.shapes.draws and any(part.training for part in own.module.modules()):
             return ""  # whole layers draw random numbers as the model does without memo
-        call.verdict = own, verdicts, signature
+        call.verdict = own, arguments, verdicts, signature
         return None
 
     def run(self, call: LayerCall, host: LayerHost) -> Any:
@@ -130,22 +128,19 @@ class Tiling:
         return host.observed(call.layer, functools.partial(self._run, call, host))
 
     def _run(self, call: LayerCall, host: LayerHost) -> Any:
-        own, verdicts, signature = call.verdict
+        own, arguments, verdicts, signature = call.verdict
         tiled, layer = verdicts.tiled[signature], call.layer
         placement = call.placement if call.grads else replace(FULL_RECOMPUTE, tiles=self.without_gradients)
         tokens = placement.tiles.tokens  # type: ignore[union-attr]
         before = layer.state.before()  # type: ignore[union-attr]
 
-        def in_tiles(*args: Any, **kwargs: Any) -> Any:
-            kwargs = without_padding(own.module, kwargs)
-            hidden = hidden_states(args, kwargs)
-            cut = spans(hidden.shape[0], hidden.shape[1], tokens)
-            way = TiledCall if isinstance(tiled.shapes, AttentionShapes) else ChainedCall
-            return way(tiled, own.forward, args, kwargs, cut, placement, host, before).run()
+        def in_tiles(arguments: Arguments) -> Any:
+            cut = spans(*arguments.size, tokens)
+            return TiledCall(tiled, own.forward, arguments, cut, placement, host, before).run()
 
         states = own_states(host.engine.device) if call.grads else []
         try:
-            out = own.run(in_tiles)
+            out = own.run(in_tiles, arguments)
         except CannotTile as reason:
             set_states(states)
             verdicts.tiled[signature] = str(reason)
@@ -184,7 +179,7 @@ class Verdicts:
         most = agree.greatest([*sizes, *(-size for size in sizes)])
         return most == [*sizes, *(-size for size in sizes)]
 
-    def judge(self, signature: Any, call: OwnCall, why: str) -> None:
+    def judge(self, signature: Any, call: OwnCall, arguments: Arguments, why: str) -> None:
         """Find out if a new signature can run in tiles.
 
         Args:
@@ -199,7 +194,7 @@ class Verdicts:
             shapes = None
             try:
                 with gathered(call.module):  # where Transformers (to 5.17) asks for a checkpoint outside of the layer's hooks
-                    shapes = probe(call.module, call.forward, call.args, call.kwargs, self._undo_with)
+                    shapes = probe(call.module, call.forward, arguments, self._undo_with)
             except CannotTile as reason:
                 why = str(reason)
             self.agree(why, sure)
@@ -218,13 +213,13 @@ class Verdicts:
             CannotTile: some rank has one.
             MemoError: a rank has not come.
         """
-        said = [why] if self.refused or len(self._ranks) == 1 else self._said(why, None if sure else agree.GRACE_S)
-        for rank, reason in zip(self._ranks, said, strict=False):
+        answers = [why] if self.refused or len(self._ranks) == 1 else self._answers(why, None if sure else agree.GRACE_S)
+        for rank, reason in zip(self._ranks, answers, strict=False):
             if reason:
                 self.refused = len(self._ranks) > 1
                 raise CannotTile(why or f"{reason} (rank {rank})")
 
-    def _said(self, why: str, wait_s: float | None) -> list[str]:
+    def _answers(self, why: str, wait_s: float | None) -> list[str]:
         try:
             return agree.meet(why, self._ranks, wait_s)
         except agree.Absent as absent:
@@ -277,11 +272,19 @@ class OwnCall:
         else:
             self.module = None
 
-    def run(self, forward: Callable[..., Any]) -> Any:
+    def run(self, run: Callable[[Arguments], Any], arguments: Arguments) -> Any:
+        """Call `run` in place of the forward.
+
+        Args:
+            arguments: of the call. Where it goes through the layer's hooks, these may give others.
+        """
         if not self._with_hooks:
-            return forward(*self.args, **self.kwargs)
+            return run(arguments)
         module: Any = self.module
         own = vars(module).get("forward")
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return run(Arguments(args, without_padding(module, kwargs)))
 
         def put_back() -> None:
             vars(module).pop("forward", None)

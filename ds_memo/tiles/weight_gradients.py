@@ -15,6 +15,7 @@ from torch.autograd.graph import Node
 
 from ds_memo.remat.autocast import without_autocast
 from ds_memo.remat.modes import inside_tiles
+from ds_memo.tiles.graph import graph_of
 
 _PRODUCTS = {"MmBackward0": ("_saved_self", 0, 1), "AddmmBackward0": ("_saved_mat1", 1, 2)}
 """By autograd's name of a product: where its left operand is saved, and the positions of its two operands' gradients."""
@@ -83,14 +84,14 @@ class GradientSums:
             for part in () if total is None else total.split(_ROWS):
                 part.copy_(times(part, factor))
 
-    def settle(self) -> None:
+    def round_sums(self) -> None:
         """Round all sums to the parameters' dtype, which frees half of their memory. They may be added to later."""
         for index, (total, parameter) in enumerate(zip(self._sums, self.parameters, strict=True)):
             self._sums[index] = None if total is None else total.to(parameter.dtype)
 
     def take(self) -> list[torch.Tensor | None]:
         """Return the sums in the parameters' dtypes, and forget them; None: a parameter had no gradient."""
-        self.settle()
+        self.round_sums()
         taken, self._sums = self._sums, [None] * len(self.parameters)
         return taken
 
@@ -123,20 +124,6 @@ def see_products_of_zero3() -> None:
         return torch._C._nn.linear(*args) if inside_tiles() else apply(*args)
 
     function.apply = linear
-
-
-def graph_of(outputs: Sequence[torch.Tensor]) -> Iterator[tuple[Node, tuple[tuple[Node | None, int], ...]]]:
-    """Yield each node of the graph that made these tensors, and its `next_functions`."""
-    todo = list({output.grad_fn for output in outputs if output.grad_fn is not None})  # two outputs may be of one node
-    seen = set(todo)
-    while todo:
-        node = todo.pop()
-        next_functions = node.next_functions
-        yield node, next_functions
-        for below, _ in next_functions:
-            if below is not None and below not in seen:
-                seen.add(below)
-                todo.append(below)
 
 
 def weight_products(outputs: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> dict[int, list[tuple[Node, bool]]]:

@@ -10,6 +10,7 @@ from benchmarks.noise import distance, noise
 from ds_memo.remat.layer_call import CannotTile
 from ds_memo.tiles import layer, tiling
 from tests import models
+from tests.everyday import everyday
 from tests.faults import a_token_late, put_in
 
 
@@ -53,14 +54,14 @@ def test_a_model_that_breaks_takes_no_other_with_it(monkeypatch):
     assert found["models"]["plain"]["failures"] == []
 
 
-@pytest.mark.parametrize("names", [("llama",), ("mixtral",)])
-def test_tiles_that_round_as_stock_pass(names):
-    found = check_tiles.measure(torch.device("cpu"), torch.bfloat16, names)
+@pytest.mark.parametrize("name", everyday(["llama", "mixtral"], ["llama"]))
+def test_tiles_that_round_as_stock_pass(name):
+    found = check_tiles.measure(torch.device("cpu"), torch.bfloat16, (name,))
     assert found["failures"] == []
     assert all(row["tiled"] == models.LAYERS and 0 < row["worst"] <= row["bar"] for row in found["models"].values())
 
 
-@pytest.mark.parametrize("name", ["llama", "mixtral"])
+@pytest.mark.parametrize("name", everyday(["llama", "mixtral"], []))
 def test_a_tile_that_reads_its_neighbours_tokens_shows(name, monkeypatch):
     put_in(monkeypatch, layer, "part", a_token_late)
     found = check_tiles.measure(torch.device("cpu"), torch.bfloat16, [name])

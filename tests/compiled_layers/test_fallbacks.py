@@ -138,6 +138,7 @@ def test_tiles_are_refused_by_name(build_model: Callable[[], nn.Module]) -> None
 
 
 @pytest.mark.filterwarnings("ignore::ds_memo.MemoWarning")
+@pytest.mark.slow
 def test_a_long_evaluation_leaves_layers_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Uncompiled layers of Transformers come to memo from then on, without gradients too."""
     torch._dynamo.reset()

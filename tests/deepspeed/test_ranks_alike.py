@@ -23,7 +23,8 @@ from ds_memo.distributed import agree
 from ds_memo.planned_alloc import runtime
 from ds_memo.remat.layer_call import CannotTile
 from ds_memo.swap.host_budget import HostBudget
-from ds_memo.tiles import choices, probe, tiling
+from ds_memo.tiles import tiling
+from ds_memo.tiles.check import choices, probe
 from tests.deepspeed import test_tensor_parallel as tensor_parallel
 from tests.deepspeed import test_uneven_ranks as uneven
 from tests.deepspeed.test_sequence import IN_TILES, batch, gradients_of_parts, part, whole_gradients

@@ -11,7 +11,7 @@ from collections import defaultdict
 from typing import Any
 
 from ds_memo.nvme.direct_files import DirectFiles, DirectTransfer
-from ds_memo.nvme.file_protocol import Extent
+from ds_memo.nvme.extents import Extent
 from ds_memo.swap.host_slab import Block
 from tests.swap.ordered import Access, Clock, OrderedStreams
 

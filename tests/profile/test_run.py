@@ -29,11 +29,6 @@ def test_the_device_is_awake_before_anything_is_measured(monkeypatch):
     assert order == ["woken cuda:0", "measured"]
 
 
-def test_a_cpu_is_not_woken(monkeypatch):
-    monkeypatch.setattr(torch, "mm", lambda *args: pytest.fail("matrix products on a CPU"))
-    run._wake(torch.device("cpu"))
-
-
 def test_times_of_a_gpu_that_was_woken_otherwise_are_not_used_again(monkeypatch):
     """Profiles before had 0.3 s of warm-up, ones for data, and copies within the CPU's cache. Their key says nothing of it."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")

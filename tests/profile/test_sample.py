@@ -124,8 +124,3 @@ def test_a_size_off_the_line_is_never_trusted(change: str) -> None:
     else:
         check = dataclasses.replace(check, outputs=(*check.outputs[:2], *check.outputs[:1:-1]))
     assert checked(check).off() == math.inf
-
-
-def test_sizes_of_one_token() -> None:
-    """The tests above depend on these sizes."""
-    assert sum(o.rows * o.row_bytes for o in make_sample(1).outputs) == 10 * HIDDEN

@@ -44,11 +44,11 @@ class Stumbles(Block):
                 raise ZeroDivisionError(f"in the middle of {where}")
 
     def attend(self, x: torch.Tensor) -> torch.Tensor:
-        Stumbles.pass_here("head")
+        Stumbles.pass_here("pre")
         return super().attend(Trips.apply(x))
 
     def feed(self, x: torch.Tensor) -> torch.Tensor:
-        Stumbles.pass_here("tail")
+        Stumbles.pass_here("post")
         return super().feed(Trips.apply(x))
 
 
@@ -61,10 +61,10 @@ def stumbling(where: str, passes: int) -> Iterator[None]:
 
 
 PLACES = {
-    "tiles": [("head", 1), ("head", 3), ("head", 7), ("head", 9), ("tail", 2), ("tail", 5), ("backward", 0), ("backward", 9)],
-    "mixed": [("head", 1), ("tail", 2), ("tail", 3), ("backward", 0), ("backward", 3), ("loss", 0)],
+    "tiles": [("pre", 1), ("pre", 3), ("pre", 7), ("pre", 9), ("post", 2), ("post", 5), ("backward", 0), ("backward", 9)],
+    "mixed": [("pre", 1), ("post", 2), ("post", 3), ("backward", 0), ("backward", 3), ("loss", 0)],
 }
-"""Two layers in tiles pass 16 heads and 8 tails in a forward, as many again in a backward; the first step analyses besides. Whole
+"""Two layers in tiles pass 16 pres and 8 posts in a forward, as many again in a backward; the first step analyses besides. Whole
 layers pass each once, and once more in a replay."""
 CASES = [(way, *place, first) for way, places in PLACES.items() for place, first in itertools.product(places, (True, False))]
 
@@ -95,7 +95,7 @@ def test_another_try_while_the_exception_is_held(way: str) -> None:
     handle = ds_memo.attach(model, WAYS[way])
     for _ in range(2):
         frames = handle.report()["frames"]
-        Stumbles.where, Stumbles.left = "head", 1
+        Stumbles.where, Stumbles.left = "pre", 1
         try:
             step(model, BATCH)
         except ZeroDivisionError as error:

@@ -114,7 +114,7 @@ def test_attention_runs_twice_without_keep_whole() -> None:
     class Unsaid(Attending):
         attention = staticmethod(attend_below)
 
-    with pytest.warns(ds_memo.MemoWarning, match=r"no attention kernel was seen in it.*goes through ds_memo\.keep_whole"):
+    with pytest.warns(ds_memo.MemoWarning, match=r"no attention kernel was seen in it.*wrap its function in ds_memo\.keep_whole"):
         times, _ = runs(toy(Unsaid), {"alpha": 0.5, "resident_layers": 0})
     assert times == 2
 

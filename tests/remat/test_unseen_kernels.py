@@ -102,10 +102,10 @@ def test_it_is_told_where_it_may_be_attention(compute: Any) -> None:
             out[..., 1:], out[..., 0] = 3 * x[..., 1:], 3 * x[..., 0]
             return out
 
-    for block, warned in ((calling(compute), ["unless the function goes through ds_memo.keep_whole"]), (Seen, [])):
+    for block, warned in ((calling(compute), ["wrap its function in ds_memo.keep_whole"]), (Seen, [])):
         handle = ds_memo.attach(model := toy(block), {"alpha": 0.5, "resident_layers": 0})
         drive(model, 0)
-        assert [line.rpartition(", ")[2] for line in handle.report()["warnings"]] == [f"{words}." for words in warned]
+        assert [line.rpartition(": ")[2] for line in handle.report()["warnings"]] == [f"{words}." for words in warned]
         handle.detach()
 
 

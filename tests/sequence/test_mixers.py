@@ -19,7 +19,7 @@ from ds_memo.sequence import exchange, mixers
 from ds_memo.sequence.catch_mixers import CAUGHT, catch_mixers
 from ds_memo.sequence.parts import SequenceParts
 from ds_memo.sequence.ranks import ranks_of
-from ds_memo.tiles.refuse import is_foreign
+from ds_memo.tiles.check.refuse import is_external
 from tests import architectures
 from tests.distributed_harness.common import DistributedTest
 from tests.models import HIDDEN
@@ -54,7 +54,7 @@ def mixer(name: str, **sizes: Any) -> nn.Module:
     hooked = catch_mixers(model)
     assert catch_mixers(model) == hooked
     assert all(len(module._forward_pre_hooks) == len(module._forward_hooks) == 1 for module in hooked)
-    assert not any(is_foreign(hook) for module in hooked for hook in module._forward_hooks.values())
+    assert not any(is_external(hook) for module in hooked for hook in module._forward_hooks.values())
     block = "RecurrentGemmaRecurrentBlock"  # it has the convolution and the scan as modules
     found = [module for module in model.modules() if type(module).__name__ == block] or hooked
     module = next(module for module in found if not isinstance(module, nn.Conv1d))

@@ -11,7 +11,10 @@ import pytest
 from ds_memo.placement import PlacementKind, Tiles
 from ds_memo.solve.run_costs import RunCosts
 from ds_memo.solve.schedule import Schedule
+from ds_memo.swap.engine import SwapEngine
+from ds_memo.swap.frame import Frame
 from tests.placements import placed
+from tests.solve import virtual_engine
 from tests.solve.runs import random_run, run
 from tests.solve.test_tiles import tiled
 from tests.solve.virtual_engine import simulate
@@ -38,6 +41,31 @@ def test_a_wrong_bandwidth_shows() -> None:
     for rate in ("d2h_bytes_per_s", "h2d_bytes_per_s"):
         wrong = replace(costs, **{rate: 0.7 * getattr(costs, rate)})
         assert abs(Schedule(wrong, kinds).at(0.7).seconds / engine.seconds - 1) > 1e-6, rate
+
+
+class NoPrefetch(SwapEngine):
+    """A schedule that is right, and slower."""
+
+    def _next_below(self, frame: Frame) -> Frame | None:
+        return None
+
+
+class Impatient(SwapEngine):
+    """An engine that frees a frame one layer too early."""
+
+    def end(self, frame: Frame) -> None:
+        super().end(frame)
+        while self._leaving:
+            self._let_go(self._leaving.popleft()())
+
+
+@pytest.mark.parametrize("other", [NoPrefetch, Impatient])
+def test_another_schedule_is_told_apart(other: type[SwapEngine], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(virtual_engine, "SwapEngine", other)
+    off = []
+    for costs, kinds in map(drawn, range(10)):
+        off.append(Schedule(costs, kinds).at(0.7).seconds / simulate(costs, placed(kinds, 0.7)).seconds - 1)
+    assert max(map(abs, off)) > 1e-3
 
 
 @pytest.mark.parametrize("differs, off", [(False, 0.015), (True, 0.05)])

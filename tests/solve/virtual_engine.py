@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
 
 from ds_memo.errors import MemoError
-from ds_memo.nvme import file_protocol
+from ds_memo.nvme.extents import Extent
 from ds_memo.nvme.file_home import FileHome
 from ds_memo.placement import Placement, PlacementKind
 from ds_memo.solve.run_costs import LayerCosts, NvmeCosts, Output, RunCosts, TileCosts
@@ -146,7 +146,7 @@ class VirtualTransfer(NamedTuple):
 
 
 class VirtualFiles:
-    """`ds_memo.nvme.file_protocol.Files` that keep a clock for each direction."""
+    """Files as `ds_memo.nvme.direct_files.DirectFiles`, which keep a clock for each direction."""
 
     def __init__(self, costs: NvmeCosts, streams: VirtualStreams) -> None:
         self.stall_s = 0.0
@@ -154,28 +154,28 @@ class VirtualFiles:
         self.streams = streams
         self.written = self.read_until = 0.0
         self._left = costs.budget
-        self._extents: list[file_protocol.Extent] = []
+        self._extents: list[Extent] = []
 
-    def extent(self, nbytes: int, wanted_by: str) -> file_protocol.Extent:
+    def extent(self, nbytes: int, wanted_by: str) -> Extent:
         if nbytes > self._left:
             _no_room(f"files for {wanted_by}")
         self._left -= nbytes
-        extent = file_protocol.Extent(0, nbytes)
+        extent = Extent(0, nbytes)
         self._extents.append(extent)
         return extent
 
-    def free(self, extent: file_protocol.Extent) -> None:
+    def free(self, extent: Extent) -> None:
         self._extents.remove(extent)
         self._left += extent.nbytes
 
-    def extents(self) -> list[file_protocol.Extent]:
+    def extents(self) -> list[Extent]:
         return list(self._extents)
 
-    def write(self, block: Virtual, extent: file_protocol.Extent, after: tuple[Moment, ...]) -> VirtualTransfer:
+    def write(self, block: Virtual, extent: Extent, after: tuple[Moment, ...]) -> VirtualTransfer:
         self.written = self._over(self.written, extent.nbytes / self.costs.write_bytes_per_s, after)
         return VirtualTransfer(self.written)
 
-    def read(self, extent: file_protocol.Extent, block: Virtual, after: tuple[Moment, ...]) -> VirtualTransfer:
+    def read(self, extent: Extent, block: Virtual, after: tuple[Moment, ...]) -> VirtualTransfer:
         self.read_until = self._over(self.read_until, extent.nbytes / self.costs.read_bytes_per_s, after)
         return VirtualTransfer(self.read_until)
 

@@ -19,14 +19,14 @@ from ds_memo.swap.streams import ThreadStreams
 from ds_memo.tiles import attention
 from ds_memo.tiles.attention import TiledAttention
 from tests.everyday import everyday, pairs
-from tests.models import Batch, Outcome, poisoned_memory, step
+from tests.models import Batch, Outcome, step
 from tests.swap import scenarios
 from tests.swap.conftest import alone  # noqa: F401  a fixture
 from tests.swap.delayed import DelayedStreams
 from tests.swap.ordered import OrderedStreams
 from tests.swap.races import tell
 from tests.swap.schedules import differing
-from tests.tiles.rig import BATCH, FAMILIES, LAYERS, assert_step, assert_was_tiled, attached, small, toy
+from tests.tiles.rig import BATCH, FAMILIES, LAYERS, assert_step, assert_was_tiled, attached, compare, small, toy
 
 SWAPPED, AGAIN = PlacementKind.SWAPPED, PlacementKind.SWAPPED_ATTENTION_RECOMPUTED
 ON_DEVICE, ON_DEVICE_AGAIN = PlacementKind.GEMMS_RECOMPUTED, PlacementKind.FULL_RECOMPUTE
@@ -48,17 +48,11 @@ def placed(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.fixture
 def differs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have no kernel's output be attention's result, as under Ulysses."""
-    monkeypatch.setattr(TiledAttention, "_is", lambda self, value, result: False)
+    monkeypatch.setattr(TiledAttention, "_is_result", lambda self, value, result: False)
 
 
 def assert_steps(model: Any, batch: Batch, steps: int = 3) -> dict[str, Any]:
-    stock = copy.deepcopy(model)
-    with attached(model) as handle:
-        for number in range(steps):
-            with poisoned_memory():
-                got = step(model, batch, seed=number)
-            assert_step(got, step(stock, batch, seed=number))
-        return handle.report()
+    return compare(model, lambda model, number: step(model, batch, seed=number), steps)
 
 
 # ---- recomputed
@@ -173,7 +167,7 @@ def test_late_copies_and_memory_that_loses_its_value(
     placed: Any, monkeypatch: pytest.MonkeyPatch, kind: PlacementKind, differing_result: bool
 ) -> None:
     if differing_result:
-        monkeypatch.setattr(TiledAttention, "_is", lambda self, value, result: False)
+        monkeypatch.setattr(TiledAttention, "_is_result", lambda self, value, result: False)
     placed(kind, 0.5 if kind is SWAPPED else 0.0)
     want = tell(scenarios.train, ThreadStreams())
     checker = OrderedStreams()

@@ -20,8 +20,7 @@ from ds_memo.profile.live import LiveBytes
 from ds_memo.remat.layer_call import CannotTile
 from ds_memo.sequence.carry import Carry
 from ds_memo.sequence.catch_mixers import calls_mixers, carrying
-from ds_memo.tiles import chain, layer
-from ds_memo.tiles.chain import ChainedCall
+from ds_memo.tiles import tile_runs
 from ds_memo.tiles.layer import TiledCall
 from tests import architectures
 from tests.everyday import everyday
@@ -147,7 +146,7 @@ def test_every_family(name: str, tile: int) -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_tiles_of_several_sequences_carry_nothing(monkeypatch: Patch) -> None:
     given: list[Any] = []
-    put_in(monkeypatch, chain, "carrying", lambda right, *how: given.append(how[0]) or right(*how))
+    put_in(monkeypatch, tile_runs, "carrying", lambda right, *how: given.append(how[0]) or right(*how))
     assert_was_tiled(check("lfm2", 64, 0.0, batch=(5, 17)))
     assert given and not any(given)
 
@@ -289,16 +288,16 @@ def state_gradient_dropped(right: Callable[..., Any], *args: Any) -> Any:
 no_state = altered(STATE, torch.zeros_like)
 halo_short_by_one = altered(HALO, lambda tensor: torch.cat([tensor[:, :1] * 0, tensor[:, 1:]], 1))
 FAULTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
-    "a state is not carried": (chain, "carrying", no_state),
-    "a halo is short by one": (chain, "carrying", halo_short_by_one),
-    "a state's gradient is dropped": (ChainedCall, "_tile_backward", state_gradient_dropped),
+    "a state is not carried": (tile_runs, "carrying", no_state),
+    "a halo is short by one": (tile_runs, "carrying", halo_short_by_one),
+    "a state's gradient is dropped": (TiledCall, "_tile_post_backward", state_gradient_dropped),
 }
 FAULTS_OF: dict[str, tuple[str, Any, str, Callable[..., Any]]] = {
     **{fault: ("nemotron_h", *how) for fault, how in FAULTS.items()},
-    "Mamba-1's state is not carried": ("falcon_mamba", chain, "carrying", no_state),
-    "Mamba-1's state's gradient is dropped": ("falcon_mamba", ChainedCall, "_tile_backward", state_gradient_dropped),
-    "a state is not carried beside attention": ("falcon_h1", layer, "carrying", no_state),
-    "a halo is short by one beside attention": ("falcon_h1", layer, "carrying", halo_short_by_one),
+    "Mamba-1's state is not carried": ("falcon_mamba", tile_runs, "carrying", no_state),
+    "Mamba-1's state's gradient is dropped": ("falcon_mamba", TiledCall, "_tile_post_backward", state_gradient_dropped),
+    "a state is not carried beside attention": ("falcon_h1", tile_runs, "carrying", no_state),
+    "a halo is short by one beside attention": ("falcon_h1", tile_runs, "carrying", halo_short_by_one),
     "its gradient is dropped beside attention": ("falcon_h1", TiledCall, "_tile_post_backward", state_gradient_dropped),
     "its gradient by attention is dropped": ("in_a_row", TiledCall, "_tile_pre_backward", state_gradient_dropped),
     "its gradient past attention is dropped": ("in_a_row", TiledCall, "_tile_post_backward", state_gradient_dropped),

@@ -20,9 +20,8 @@ from ds_memo.deepspeed import sequence
 from ds_memo.sequence import striped
 from ds_memo.sequence.carry import Carry
 from ds_memo.sequence.parts import SequenceParts
-from ds_memo.tiles import attention, layer
-from ds_memo.tiles.chain import ChainedCall
-from ds_memo.tiles.layer import TiledCall
+from ds_memo.tiles import attention, tile_runs
+from ds_memo.tiles.tile_runs import TileRuns
 from tests.distributed_harness.common import DistributedTest
 from tests.faults import put_in
 from tests.models import poisoned_memory
@@ -98,8 +97,8 @@ def assert_is_seen(fault: str, monkeypatch: Any, name: str, ulysses: int, *how: 
     assert distance > WRONG, (fault, distance)
 
 
-def as_one_document(right: Callable[..., Any], *args: Any) -> Any:
-    return right(*args[:5], False)
+def as_one_document(right: Callable[..., Any], *args: Any, **how: Any) -> Any:
+    return right(*args, **{**how, "packed": False})
 
 
 class TestTwoRanks(DistributedTest):
@@ -158,7 +157,7 @@ class TestTwoRanks(DistributedTest):
         faults = {
             **FAULTS,
             "tokens stay as they lie": (striped, "move", lambda right, x, *how: x),
-            "documents are not seen": (ChainedCall, "_run_tile", as_one_document),
+            "documents are not seen": (TileRuns, "run", as_one_document),
         }
         for fault, how in faults.items():
             assert_is_seen(fault, monkeypatch, "nemotron_h", 2, *how)
@@ -167,17 +166,12 @@ class TestTwoRanks(DistributedTest):
     def test_faults_beside_attention_are_seen(self, monkeypatch):
         by_heads, around = 2, 1
         faults = {
-            "a state is not carried": (by_heads, layer, "carrying", no_state),
+            "a state is not carried": (by_heads, tile_runs, "carrying", no_state),
             "tokens of ranks that trade heads stay by rank": (by_heads, SequenceParts, "sorted", by_rank_in_a_ring),
             "attention by heads takes tiles for parts": (by_heads, attention, "running_on", lambda *how: nullcontext()),
             "attention around a ring takes tiles for parts": (around, attention, "running_on", lambda *how: nullcontext()),
             "positions stay as they lie": (around, striped.Striped, "argument", lambda right, order, x, dim: x),
-            "documents are not seen": (
-                around,
-                TiledCall,
-                "_stretch",
-                lambda right, call, span, packed=True: right(call, span, False),
-            ),
+            "documents are not seen": (around, TileRuns, "run", as_one_document),
         }
         for fault, (ulysses, *how) in faults.items():
             assert_is_seen(fault, monkeypatch, "falcon_h1", ulysses, *how)

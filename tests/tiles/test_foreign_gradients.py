@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -18,15 +18,12 @@ import ds_memo
 from ds_memo.autotune.policy import PlacementPolicy
 from ds_memo.placement import Placement, PlacementKind, Tiles
 from ds_memo.remat import layer_state
-from ds_memo.tiles import attention, call_in_tiles, probe
+from ds_memo.tiles import attention, layer
+from ds_memo.tiles.check import probe
 from tests.models import CONFIGS, HIDDEN, Block, Different, Outcome, Toy, compare_with_stock, gradients, step
 from tests.tiles.rig import BATCH, LAYERS, assert_was_tiled, attached, compare, small, tiled_layers
 
 WHY = "a tensor that is neither its argument nor its parameter needs a gradient"
-
-
-class Pair(NamedTuple):
-    held: torch.Tensor | None
 
 
 @dataclasses.dataclass
@@ -40,11 +37,8 @@ HOLDERS: dict[str, tuple[Get, Set]] = {
     "attribute": (lambda block: block.held, lambda block, held: setattr(block, "held", held)),
     "attribute of a part": (lambda block: block.up.held, lambda block, held: setattr(block.up, "held", held)),
     "buffer": (lambda block: block._buffers["held"], lambda block, held: block._buffers.update(held=held)),
-    "tuple": (lambda block: block.held[0], lambda block, held: setattr(block, "held", (held,))),
     "list": (lambda block: block.held[0], lambda block, held: setattr(block, "held", [held])),
-    "dict": (lambda block: block.held["a"], lambda block, held: setattr(block, "held", {"a": held})),
     "list in a dict": (lambda block: block.held["a"][0], lambda block, held: setattr(block, "held", {"a": [held]})),
-    "namedtuple": (lambda block: block.held.held, lambda block, held: setattr(block, "held", Pair(held))),
     "dataclass": (lambda block: block.held.held, lambda block, held: setattr(block, "held", Box(held))),
     "global": (lambda block: LOOSE[0], lambda block, held: LOOSE.__setitem__(0, held)),
 }
@@ -173,8 +167,8 @@ def warm(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tenso
 
 def warmed(first: int) -> Callable[[nn.Module, int], Outcome]:
     def drive(model: Any, number: int) -> Outcome:
-        for layer in model.model.layers:
-            layer.self_attn.warmth = layer.self_attn.temperature if number >= first else None
+        for block in model.model.layers:
+            block.self_attn.warmth = block.self_attn.temperature if number >= first else None
         return step(model, BATCH)
 
     return drive
@@ -186,8 +180,8 @@ def with_temperature() -> Any:
     AttentionInterface.register("warm", warm)
     model: Any = small("llama")
     model.config._attn_implementation = "warm"
-    for layer in model.model.layers:
-        layer.self_attn.register_parameter("temperature", nn.Parameter(torch.tensor(1.5)))
+    for block in model.model.layers:
+        block.self_attn.register_parameter("temperature", nn.Parameter(torch.tensor(1.5)))
     return model
 
 
@@ -215,9 +209,9 @@ def test_layers_that_hold_nothing_are_tiled() -> None:
     assert_was_tiled(compare(Steers(Reads, "list"), steered(9)))
 
 
-@pytest.mark.parametrize("first, owner", [(0, probe), (1, call_in_tiles)])
+@pytest.mark.parametrize("first, owner", [(0, probe), (1, layer)])
 def test_nothing_else_refuses_them(first: int, owner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in {probe, call_in_tiles} if first == 0 else {owner}:
+    for module in {probe, layer} if first == 0 else {owner}:
         monkeypatch.setattr(module, "refuse_other_gradients", lambda *_: None)
     with pytest.raises(Different, match="vector: none, stock has one"):
         check("list", first)
@@ -231,6 +225,6 @@ def test_nothing_else_refuses_what_attention_reads(monkeypatch: pytest.MonkeyPat
 
 def test_a_copy_without_a_graph_hides_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layer_state, "_own", lambda tensor: tensor.detach().clone())
-    monkeypatch.setattr(call_in_tiles, "refuse_other_gradients", lambda *_: None)
+    monkeypatch.setattr(layer, "refuse_other_gradients", lambda *_: None)
     with pytest.raises(Different, match="vector: none, stock has one"):
         check("list", 0)

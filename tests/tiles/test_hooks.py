@@ -116,11 +116,9 @@ class KeepsGradients(Toy):
 
 KEEPS: dict[str, Any] = {
     "hook": lambda x, keep: x.register_hook(keep),
-    "detached": lambda x, keep: x.register_hook(lambda gradient: keep(gradient.detach())),
     "view": lambda x, keep: x.register_hook(lambda gradient: keep(gradient[0])),
     "numpy": lambda x, keep: x.register_hook(lambda gradient: keep(gradient.numpy())),
     "node": lambda x, keep: x.grad_fn.register_prehook(lambda gradients: keep(gradients[0])),
-    "several": lambda x, keep: torch.autograd.graph.register_multi_grad_hook([x], lambda gradients: keep(gradients[0])),
     "retain_grad": lambda x, keep: x.retain_grad(),
 }
 

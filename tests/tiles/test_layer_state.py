@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import ds_memo
-from ds_memo.tiles import probe
+from ds_memo.tiles.check import probe
 from tests.models import HIDDEN, Batch, Block, assert_same_grads, gradients, step
 from tests.remat.test_layer_state import (
     Counts,

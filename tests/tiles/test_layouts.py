@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from ds_memo.remat.modes import inside_a_layer
 from ds_memo.spans import Span
 from ds_memo.swap.frame import Kept
-from ds_memo.tiles.layer import TiledCall
 from ds_memo.tiles.slices import part
+from ds_memo.tiles.tile_runs import TileRuns
 from tests.compiled_layers.rig import compiled
 from tests.everyday import everyday
+from tests.faults import put_in
 from tests.models import HIDDEN, VOCAB, Different, Outcome, gradients, poisoned_memory
 from tests.tiles.rig import LAYERS, assert_step, assert_was_tiled, attached, toy
 
@@ -142,11 +142,11 @@ def test_an_encoder(form: str) -> None:
 def test_without_the_handling_gradients_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles lie as parts of the whole, recipes are made of dense ones, and frames read flat memory."""
 
-    def as_it_lies(self: TiledCall, hidden: torch.Tensor, span: Span) -> torch.Tensor:
-        x = part(hidden, span, 1).detach()
-        return (x if inside_a_layer() else x.clone()).requires_grad_()
+    def as_it_lies(self: TileRuns, hidden: torch.Tensor, span: Span) -> torch.Tensor:
+        return part(hidden, span, 1).detach().requires_grad_()
 
-    monkeypatch.setattr(TiledCall, "_hidden_of", as_it_lies)
+    monkeypatch.setattr(TileRuns, "hidden_of", as_it_lies)
+    put_in(monkeypatch, TileRuns, "analyse", lambda right, runs, *args: right(runs, *args[:2], args[2].contiguous(), *args[3:]))
     monkeypatch.setattr(Kept, "laid", lambda self, tensor: tensor)
     for case in (("sequences second", "tiles", 0.5), ("hidden first", "tiles", 0.0)):
         with pytest.raises(Different):

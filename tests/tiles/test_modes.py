@@ -19,6 +19,8 @@ from ds_memo.remat.modes import inside_a_layer
 from ds_memo.remat.replay import Replay
 from ds_memo.tiles import layer, recipes
 from ds_memo.tiles.modes import RecordPost, RecordPre, ReplayPost
+from ds_memo.tiles.tile_runs import TileRuns
+from tests.faults import put_in
 from tests.models import HIDDEN, Batch, Block, Different, Outcome, step
 from tests.tiles.rig import BATCH, assert_step, assert_was_tiled, attached, compare, drive, small, toy
 
@@ -36,7 +38,7 @@ class Changes(Block):
 
 
 class ReadsItsQueries(Changes):
-    """What follows attention reads a product of the head that recipes leave out there."""
+    """What follows attention reads a product of the pre that recipes leave out there."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gate = torch.tanh(self.qkv(self.norm1(x))[..., :HIDDEN]) if self.extra else 0
@@ -157,17 +159,10 @@ class ReadsABuffer(Block):
 def test_a_buffer_is_computed_from_no_product(monkeypatch: Patch) -> None:
     """What follows attention reads it, and needs no product of what comes before attention."""
     found: list[recipes.TileRecipe] = []
-    analyse = layer.analyse
-
-    def noted(*args: Any) -> recipes.SizeRecipes:
-        made = analyse(*args)
-        found.extend(made.values())
-        return made
-
-    monkeypatch.setattr(layer, "analyse", noted)
+    put_in(monkeypatch, TileRuns, "analyse", lambda right, *args: found.extend((made := right(*args)).values()) or made)
     with attached(model := toy(ReadsABuffer)):
         step(model, BATCH)
-    assert found and not any(needed for recipe in found for needed in recipe.needed_behind)
+    assert found and not any(needed for recipe in found for needed in recipe.sections.post_needs)
 
 
 # ---- modes of a layer's own
@@ -220,7 +215,7 @@ def test_a_checkpoint_inside_a_layer_is_a_direct_call(monkeypatch: Patch) -> Non
         Asks.inside.clear()
         step(model, BATCH)
         assert_was_tiled(handle.report())
-    runs = 4 + 2  # for each tile of each layer: the head four times, the tail twice
+    runs = 4 + 2  # for each tile of each layer: the pre four times, the post twice
     assert Asks.inside == [True] * runs * 4 * 2
 
 

@@ -15,14 +15,15 @@ from torch import nn
 from ds_memo.remat.op_policy import ATTENTION
 from ds_memo.spans import Span
 from ds_memo.swap.engine import SwapEngine
-from ds_memo.tiles import attention_call, call_in_tiles, layer, modes, probe, recipes, refuse, weight_gradients
+from ds_memo.tiles import attention_call, layer, modes, recipes, tile_runs, tiling, weight_gradients
+from ds_memo.tiles.check import probe, refuse
 from ds_memo.tiles.layer import TiledCall
 from tests.everyday import everyday
 from tests.faults import a_token_late, put_in
 from tests.models import Batch, Different, Outcome, step
 from tests.remat import test_training
 from tests.remat.products import Flops
-from tests.tiles import test_hooks, test_probe, test_random_numbers
+from tests.tiles import test_hooks, test_probe, test_random_numbers, test_whole_calls
 from tests.tiles.rig import assert_was_tiled, assert_within, attached, compare, small, toy
 
 Patch = pytest.MonkeyPatch
@@ -41,7 +42,7 @@ def check(name: str = "llama", **settings: Any) -> None:
 # ---- faults: each gets the right function first
 
 
-class EarlyArguments(call_in_tiles.Arguments):
+class EarlyArguments(tiling.Arguments):
     """Tiles but the first get what belongs to tokens that are one further to the left. The probe's tiles are right."""
 
     def tile(self, hidden: torch.Tensor, span: Span) -> Any:
@@ -89,7 +90,7 @@ def wrong_group_of_heads(right: Any, mode: Any, index: int, op: Any) -> Any:
         mode._heads = own
 
 
-def leave_out_a_product_of_the_head(right: Any, recipe: Any) -> Any:
+def leave_out_a_product_of_the_pre(right: Any, recipe: Any) -> Any:
     """A recipe that says the first product is not needed for attention's arguments."""
     found = right(recipe)
     return replace(found, ops=[replace(found.ops[0], wanted=False), *found.ops[1:]])
@@ -109,32 +110,32 @@ def transposed_wrongly(right: Any, total: Any, a: torch.Tensor, b: torch.Tensor,
     return right(total, b.T, a.T, dtype) if a.shape[0] == b.shape[1] else right(total, a, b, dtype)
 
 
-def result_of_other_tokens(right: Any, call: TiledCall, tile: Any, hidden: Any, result: torch.Tensor, *carry: Any) -> Any:
+def result_of_other_tokens(right: Any, call: TiledCall, of_tile: Any, x: Any, carry: Any, result: torch.Tensor) -> Any:
     """What follows attention gets the output of the tile before, where that is as long."""
-    return right(call, tile, hidden, result.roll(1, call._shapes.result.dim), *carry)
+    return right(call, of_tile, x, carry, result.roll(1, call._shapes.attention.result.dim))
 
 
 FAULTS: dict[Callable[..., Any], tuple[Any, str]] = {
-    boundary_off_by_one: (call_in_tiles, "Arguments"),
+    boundary_off_by_one: (tiling, "Arguments"),
     hidden_off_by_one: (TiledCall, "_pre_backward"),
     neighbours_frame: (SwapEngine, "keep"),
     corrupt_a_kept_number: (SwapEngine, "_reload"),
     wrong_group_of_heads: (modes.SupplyHeads, "_supplied"),
     forget_the_second_part_of_d_hidden: (TiledCall, "_tile_pre_backward"),
-    leave_out_a_product_of_the_head: (recipes.TileRecipe, "up_to_attention"),
-    last_tile_left_out: (call_in_tiles.GradientSums, "backward"),
+    leave_out_a_product_of_the_pre: (recipes.TileRecipe, "pre_backward"),
+    last_tile_left_out: (layer.GradientSums, "backward"),
     transposed_wrongly: (weight_gradients, "_plus_product"),
     result_of_other_tokens: (TiledCall, "_tile_post"),
 }
-FAMILY = {leave_out_a_product_of_the_head: "qwen3"}
+FAMILY = {leave_out_a_product_of_the_pre: "qwen3"}
 """Llama's queries are not needed for the backward of its rotary embedding; Qwen-3's norm needs them."""
 
 
 @pytest.mark.parametrize("fault", everyday(FAULTS, [*FAULTS][:6:2]))
 def test_is_caught_by_gradients(fault: Callable[..., Any], monkeypatch: Patch) -> None:
     owner, name = FAULTS[fault]
-    if fault is leave_out_a_product_of_the_head:
-        right = owner.up_to_attention.func
+    if fault is leave_out_a_product_of_the_pre:
+        right = owner.pre_backward.func
         monkeypatch.setattr(owner, name, property(lambda recipe: fault(right, recipe)))
     else:
         put_in(monkeypatch, owner, name, fault)
@@ -171,7 +172,7 @@ def test_a_boundary_that_the_probe_shares_is_caught_by_gradients(monkeypatch: Pa
 
 
 def test_d_hidden_overwritten_while_others_hold_it(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(call_in_tiles, "is_owned", lambda gradient: True)
+    monkeypatch.setattr(layer, "is_owned", lambda gradient: True)
     with pytest.raises(Different):
         test_hooks.test_an_incoming_gradient_that_is_shared(test_hooks.Around)
     with pytest.raises((Different, RuntimeError)):  # its elements share one number: PyTorch refuses to write to it
@@ -205,12 +206,12 @@ def _no_aliases(module: nn.Module, parameters: Sequence[nn.Parameter]) -> Iterat
 
 
 def test_without_aliases_a_parameters_hook_is_called_for_each_tile(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(call_in_tiles, "aliased", _no_aliases)
+    monkeypatch.setattr(layer, "aliased", _no_aliases)
     with pytest.raises(AssertionError):
         test_hooks.test_hooks_of_a_parameter_are_called_once_for_each_backward()
 
 
-@pytest.mark.parametrize("block", [test_probe.KeepsAnAttribute, test_probe.FillsAList, test_probe.FillsADict])
+@pytest.mark.parametrize("block", [test_probe.KeepsAnAttribute, test_probe.FillsADict])
 def test_escapes_that_are_not_refused(block: type[nn.Module], monkeypatch: Patch) -> None:
     monkeypatch.setattr(probe, "refuse_escapes", lambda run: None)
     with pytest.raises((AssertionError, TypeError)):
@@ -220,9 +221,9 @@ def test_escapes_that_are_not_refused(block: type[nn.Module], monkeypatch: Patch
 def test_router_logits_that_are_not_refused(monkeypatch: Patch) -> None:
     """Mixtral's loss reads the router's logits of all tokens, and a tile has its own, without a graph."""
     monkeypatch.setattr(probe, "refuse_escapes", lambda run: None)
-    monkeypatch.setattr(refuse, "is_foreign", lambda hook: False)
+    monkeypatch.setattr(refuse, "is_external", lambda hook: False)
     with pytest.raises(TypeError, match="unpack_hook"):
-        test_probe.test_router_logits_that_a_loss_reads()
+        test_whole_calls.test_router_logits_that_are_asked_for_once()
 
 
 def test_a_check_that_compares_nothing(monkeypatch: Patch) -> None:
@@ -249,7 +250,7 @@ def test_another_inputs_gradient_of_neighbouring_tokens(monkeypatch: Patch) -> N
         *rest, gradients = args
         right(*rest, [None if gradient is None else gradient.roll(1, 1) for gradient in gradients])
 
-    put_in(monkeypatch, call_in_tiles.Arguments, "add", early)
+    put_in(monkeypatch, layer.Arguments, "add", early)
     with pytest.raises(Different, match="memory"):
         test_probe.test_several_differentiable_inputs(test_probe.AddsBehind, 0.5, 5)
 
@@ -263,7 +264,7 @@ def test_another_inputs_gradient_of_neighbouring_tokens(monkeypatch: Patch) -> N
     ],
 )
 def test_what_the_probe_must_look_at(check: str, story: Callable[[], None], monkeypatch: Patch) -> None:
-    for owner in (probe, call_in_tiles):
+    for owner in (probe, layer):
         monkeypatch.setattr(owner, check, lambda *args: None, raising=False)
     with pytest.raises((AssertionError, RuntimeError), match=r"off by|not close|none, stock has one|size"):
         story()
@@ -278,14 +279,14 @@ def test_a_probe_of_one_sequence(monkeypatch: Patch) -> None:
 
 def test_other_random_numbers_in_the_backward(monkeypatch: Patch) -> None:
     calls = itertools.count(1)
-    put_in(monkeypatch, TiledCall, "_seeded", lambda right, call, seed: right(call, seed if seed is None else seed + next(calls)))
+    put_in(monkeypatch, tile_runs, "seeded", lambda right, seed, device: right(seed + next(calls), device))
     with pytest.raises(AssertionError):
         test_random_numbers.test_a_backward_uses_the_forwards_dropout("dropout", 0.5)
 
 
 @pytest.mark.slow
 def test_one_seed_for_all_tiles(monkeypatch: Patch) -> None:
-    put_in(monkeypatch, TiledCall, "_seeded", lambda right, call, seed: right(call, seed if seed is None else 1))
+    put_in(monkeypatch, tile_runs, "seeded", lambda right, seed, device: right(1, device))
     with pytest.raises(AssertionError):
         test_random_numbers.test_dropout_differs_among_tiles_steps_and_layers_and_comes_again_with_a_seed()
 
@@ -310,7 +311,7 @@ def test_attention_that_runs_again(monkeypatch: Patch) -> None:
 
 def test_products_that_run_again(monkeypatch: Patch) -> None:
     """A stored tile's products are computed: the share of recomputed FLOPs shows it."""
-    put_in(monkeypatch, recipes, "make_recipe", lambda right, observed, alpha: right(observed, 0.0))
+    put_in(monkeypatch, tile_runs, "make_recipe", lambda right, observed, alpha: right(observed, 0.0))
     report = compare(toy(), drive, alpha=1.0)
     assert report["gemm_flops_recomputed_fraction"] > 0.3
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from ds_memo.spans import EVEN, Span, longest, number_of_spans, spans
-from ds_memo.tiles.slices import Arguments, new_whole, part, token_dims
+from ds_memo.tiles.check.token_dims import token_dims
+from ds_memo.tiles.slices import Arguments, new_whole, part
 
 
 @pytest.mark.parametrize("batch", [1, 2, 5])

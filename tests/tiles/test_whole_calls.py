@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import ds_memo
-from ds_memo.tiles import attention_call, probe, refuse
+from ds_memo.tiles import attention_call
+from ds_memo.tiles.check import probe, refuse
 from ds_memo.tiles.slices import Arguments
 from tests import architectures
 from tests.faults import put_in
@@ -107,12 +108,16 @@ def test_hidden_states_that_are_asked_for_once() -> None:
 
 
 def test_router_logits_that_are_asked_for_once() -> None:
+    """A recorder's hook holds the router's logits of each layer for a loss. In tiles it would hold those of the last tile."""
     stock, model = small("mixtral"), small("mixtral")
+    for each in (stock, model):
+        each.router_aux_loss_coef = 10.0
     with attached(model, quiet=True) as handle:
         for asks in (False, True, False):
             asked = {"output_router_logits": True} if asks else {}
             assert_step(step(model, BATCH, **asked), step(stock, BATCH, **asked))
             assert tiled_layers(handle) == ([] if asks else [0, 1])
+            assert all("a hook of its" in why for why in reasons(handle)) and bool(reasons(handle)) == asks
 
 
 def test_idle_hooks_that_are_taken_for_the_users(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,7 +91,7 @@ def test_same_as_stock_and_no_tensor_larger_than_attention_needs(name: str, way:
             assert after[kept] == before[kept]
     assert whole.largest >= LENGTH * 2 * HIDDEN  # the MLP
     assert in_tiles.largest == max(LENGTH * HIDDEN, whole.largest * TILE // LENGTH)  # the output and the queries, or a tile's MLP
-    if way == "no_grad" and name != "mixtral":  # else what the tail needs is not known, and heads run twice
+    if way == "no_grad" and name != "mixtral":  # else what the post needs is not known, and the pre runs twice
         assert flops.get_total_flops() == stocks.get_total_flops()
 
 

@@ -9,35 +9,7 @@ import torch
 
 from ds_memo.plan.phases import LayerPass
 from tests.ops.cpu_scenarios.table import CPU, MIB, RAW_BLOCKS, scenario
-from tests.ops.rig import LAYERS, ROWS, Rig, same
-
-
-@scenario
-def every_request_is_a_hit() -> None:
-    rig = Rig(CPU)
-    reference = rig.forward_and_backward()
-    log, plan = rig.plan()
-    rig.use(log, plan)
-    assert rig.allocator.arena_bytes == plan.peak == plan.lower_bound
-    for _ in range(3):
-        with rig.counting() as counts:
-            assert same(rig.follow(), reference)
-        assert counts == {"hit": rig.requests}
-    assert rig.allocator.stats()["highest_end"] <= plan.peak and rig.allocator.live_blocks == 0
-
-
-@scenario
-def halved_sizes() -> None:
-    rig = Rig(CPU).planned()
-    rig.allocator.stop()
-    reference = rig.forward_and_backward(ROWS // 2)
-    with rig.counting() as counts:
-        assert same(rig.follow(ROWS // 2), reference)
-    assert counts["size"] == 2 * LAYERS and set(counts) <= {"hit", "size", "abandoned"}  # each visit is abandoned once
-    reference = rig.forward_and_backward()
-    with rig.counting() as counts:  # and back
-        assert same(rig.follow(), reference)
-    assert set(counts) == {"hit"}
+from tests.ops.rig import Rig, same
 
 
 @scenario
@@ -123,23 +95,6 @@ def raw_blocks() -> None:
     assert rig.allocator.retired_arenas == 0 and rig.allocator.stats()["live_bytes"] == 0
     rig.allocator.uninstall()
     assert not rig.allocator.installed
-
-
-@scenario
-def release_with_live_blocks() -> None:
-    rig = Rig(CPU)
-    reference = rig.forward_and_backward()
-    log, plan = rig.plan()
-    block = rig.a_block()
-    assert rig.allocator.release() == 2 * MIB and rig.allocator.mode == "off"
-    assert rig.allocator.arena == (0, 0) and rig.allocator.retired_arenas == 1
-    assert rig.allocator.release() == 0
-    rig.use(log, plan)
-    for _ in range(2):
-        assert same(rig.follow(), reference) and bool((block == 7).all())
-    del block
-    assert rig.allocator.retired_arenas == 0
-    assert same(rig.follow(), reference)
 
 
 @scenario

@@ -1,17 +1,17 @@
-"""What the check of a layer class finds: where tokens lie in what goes through the layer."""
+"""The result of a layer class's probe: where tokens lie in what goes through the layer."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
-from ds_memo.tiles.attention_call import CannotTile
+from ds_memo.remat.layer_call import CannotTile
 
 MATRIX = "its attention makes a matrix of tokens × tokens"
 
@@ -63,21 +63,7 @@ class Returned:
 
 
 @dataclass(frozen=True)
-class Shapes:
-    """What the check of a layer class finds. This alone: it calls no attention, and its tiles are a chain."""
-
-    output: Returned
-    """What the layer returns."""
-    draws: bool
-    """True if the layer draws random numbers."""
-    arrivals: tuple[int, ...] = field(default=(), kw_only=True)
-    """Indices of the layer's parameters in the order in which a backward of the whole layer comes to their gradients."""
-    mixes: bool = field(default=False, kw_only=True)
-    """True if it has functions that carry something from tile to tile."""
-
-
-@dataclass(frozen=True)
-class AttentionShapes(Shapes):
+class AttentionShapes:
     """Where the tokens lie in what a layer class gives to attention and gets from it."""
 
     arguments: tuple[int | None, ...]
@@ -88,6 +74,20 @@ class AttentionShapes(Shapes):
     """What attention returns."""
     sdpa: bool
     """True if it calls F.scaled_dot_product_attention itself."""
+
+
+@dataclass(frozen=True)
+class Shapes:
+    output: Returned
+    """What the layer returns."""
+    attention: AttentionShapes | None
+    """None: it calls no attention."""
+    draws: bool
+    """True if the layer draws random numbers."""
+    mixes: bool
+    """True if it has functions that carry something from tile to tile."""
+    arrivals: tuple[int, ...] = ()
+    """Indices of the layer's parameters in the order in which a backward of the whole layer comes to their gradients."""
 
 
 def one_tensor(who: str, result: Any, dim: int) -> Returned:

@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 
-from ds_memo.tiles.around import autocast_now
-from ds_memo.tiles.attention_call import UNDER_A_CHECKPOINT, CannotTile
-from ds_memo.tiles.choices import Choices
-from ds_memo.tiles.weight_gradients import graph_of
+from ds_memo.remat.autocast import autocast_now
+from ds_memo.remat.layer_call import CannotTile
+from ds_memo.tiles.check.choices import Choices
 
 _NEAR = 4
 """Tokens on each side of a cut, where what mixes tokens shows first."""
@@ -50,7 +49,7 @@ def compare(expected: torch.Tensor, found: torch.Tensor, leaves: list[torch.Tens
 
 
 def refuse_others(whole: list[Any], gathered: list[Any], tolerance: float) -> None:
-    """Refuse a layer if what attention gets from tiles, put together, is not what it gets from the whole."""
+    """Refuse a layer if what attention gets from tiles, joined, is not what it gets from the whole."""
     for a, b in zip(whole, gathered, strict=True):
         if not isinstance(a, torch.Tensor):
             continue
@@ -62,26 +61,14 @@ def refuse_others(whole: list[Any], gathered: list[Any], tolerance: float) -> No
             raise CannotTile("attention gets other values by tiles than by the whole: something before it mixes its tokens")
 
 
-def refuse_other_gradients(results: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]) -> None:
-    """Refuse a layer if autograd leads from its results to other tensors than these leaves: it would end at a tile."""
-    known = {id(leaf) for leaf in leaves}
-    found = [result for result in results if result.requires_grad and result.is_leaf]
-    for node, below in graph_of(results):
-        if not below:
-            found.append(getattr(node, "variable", None))
-        elif node.name() == "CheckpointFunctionBackward":  # a reentrant one
-            raise CannotTile(UNDER_A_CHECKPOINT)
-    if any(leaf is not None and id(leaf) not in known for leaf in found):
-        raise CannotTile("a tensor that is neither its argument nor its parameter needs a gradient")
-
-
 def is_by_token(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> bool:
-    """Return True if a function of hidden states (b, s, h) gives a few tokens the same values together and apart."""
+    """Return True if a function of hidden states (b, s, h) gives a few tokens the same values at once and one by one."""
     few = x.detach()[:2, : 2 * _NEAR]
     with torch.no_grad():
-        together = function(few)
-        apart = torch.cat([function(token) for token in few.split(1, 1)], 1)
-    return together.shape == apart.shape and torch.allclose(together, apart, tolerance_of(x), tolerance_of(x), equal_nan=True)
+        at_once = function(few)
+        one_by_one = torch.cat([function(token) for token in few.split(1, 1)], 1)
+    tolerance = tolerance_of(x)
+    return at_once.shape == one_by_one.shape and torch.allclose(at_once, one_by_one, tolerance, tolerance, equal_nan=True)
 
 
 def tolerance_of(x: torch.Tensor) -> float:

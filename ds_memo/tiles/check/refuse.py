@@ -22,9 +22,9 @@ from ds_memo.remat.op_policy import materialises_scores
 from ds_memo.remat.random_states import KeepsGiven, forked, named_states
 from ds_memo.remat.tensors import storage_of, tensor_leaves
 from ds_memo.spans import Span
-from ds_memo.tiles.around import dropping
+from ds_memo.tiles.aliases import dropping
 from ds_memo.tiles.attention_call import UNDER_A_CHECKPOINT, CannotTile
-from ds_memo.tiles.compare import MOST_FLIPPED, tolerance_of
+from ds_memo.tiles.check.compare import MOST_FLIPPED, tolerance_of
 from ds_memo.tiles.slices import Arguments, hidden_states, is_dense, part
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -65,10 +65,11 @@ def _hooks_of_all_modules() -> Iterator[Any]:
 
 
 def _sees_tiles(hook: Any) -> bool:
-    return is_foreign(hook) and not _is_idle(hook)
+    return is_external(hook) and not _is_idle(hook)
 
 
-def is_foreign(hook: Any) -> bool:
+def is_external(hook: Any) -> bool:
+    """Return True for a hook that is neither DeepSpeed's nor ds_memo's."""
     return not getattr(hook, "__module__", "").startswith(("deepspeed.", "ds_memo."))
 
 

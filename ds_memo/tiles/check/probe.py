@@ -5,7 +5,7 @@ tokens outside of attention (a convolution, a token shift, a recurrence) differs
 attention, caught convolutions and scans go on from tile to tile; ranks that share the sequence take both runs in the order of
 tiles. Tiles choose experts as the whole did, if the scores of both choices are next to equal.
 
-Hidden states are drawn from a seed, alike on all ranks. Ranks that share GEMMs run the check together: what depends on values or
+Hidden states are drawn from a seed, alike on all ranks. Ranks that share GEMMs all run the check: what depends on values or
 time is refused at the end, after all collectives.
 """
 
@@ -31,12 +31,11 @@ from ds_memo.sequence.mixers import WHOLE, fitting
 from ds_memo.sequence.parts import parts_of, running_on
 from ds_memo.sequence.striped import Striped
 from ds_memo.spans import Span
-from ds_memo.tiles.around import aliased
+from ds_memo.tiles.aliases import aliased
 from ds_memo.tiles.attention_call import AttentionCall, CannotTile, Gathered, NoAttention, run_to_attention, run_with_attention
-from ds_memo.tiles.choices import Choices
-from ds_memo.tiles.compare import compare, refuse_other_gradients, refuse_others, tolerance_of
-from ds_memo.tiles.findings import AttentionShapes, Returned, Shapes, one_tensor, trained_parameters
-from ds_memo.tiles.refuse import (
+from ds_memo.tiles.check.choices import Choices
+from ds_memo.tiles.check.compare import compare, refuse_others, tolerance_of
+from ds_memo.tiles.check.refuse import (
     Watch,
     own_attention,
     refuse_draws_of_sequences,
@@ -45,7 +44,10 @@ from ds_memo.tiles.refuse import (
     refuse_writes,
     saying_why,
 )
-from ds_memo.tiles.slices import Arguments, hidden_states, part, token_dims
+from ds_memo.tiles.check.token_dims import token_dims
+from ds_memo.tiles.graph import refuse_other_gradients
+from ds_memo.tiles.probe_result import AttentionShapes, Returned, Shapes, one_tensor, trained_parameters
+from ds_memo.tiles.slices import Arguments, part
 
 LEAST_TOKENS = 5
 """Shortest sequence that is cut: the check needs two tiles and a third."""
@@ -58,17 +60,13 @@ _SCALE = 0.1
 
 
 def probe(
-    module: nn.Module,
-    forward: Callable[..., Any],
-    args: tuple,
-    kwargs: dict[str, Any],
-    undo_with: Callable[[Undo], Any] = for_good,
+    module: nn.Module, forward: Callable[..., Any], arguments: Arguments, undo_with: Callable[[Undo], Any] = for_good
 ) -> Shapes:
     """Check a layer class on some tokens: if it can be cut at attention, and, if it calls none, as a chain of tiles.
 
     Args:
         forward: the layer's own.
-        args, kwargs: of the call.
+        arguments: of the call.
         undo_with: see :func:`calls_mixers`.
 
     Raises:
@@ -78,14 +76,14 @@ def probe(
         raise CannotTile(f"its {named[0]} mixes tokens in code of its own")
     mixes = calls_mixers(module, undo_with)
     try:
-        return _probe(module, forward, args, kwargs, mixes, chained=False)
+        return _probe(module, forward, arguments, mixes, attends=True)
     except NoAttention as reason:
-        if hidden_states(args, kwargs).is_meta and not (mixes or _is_mlp(module)):  # no values would show that it mixes tokens
+        if arguments.hidden.is_meta and not (mixes or _is_mlp(module)):  # no values would show that it mixes tokens
             raise
-        if others := Arguments(args, kwargs).others:
+        if others := arguments.others:
             raise CannotTile(f"it gets a {others[0]}, which each tile would change. Set use_cache=False") from None
         try:
-            return _probe(module, forward, args, kwargs, mixes, chained=True)
+            return _probe(module, forward, arguments, mixes, attends=False)
         except CannotTile as why:
             raise (why if mixes else reason) from None
 
@@ -96,39 +94,34 @@ def _is_mlp(layer: nn.Module) -> bool:
     return all("Norm" in name or name.endswith(("MLP", "MoE")) for name in names)
 
 
-def _probe(
-    module: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any], mixes: bool, chained: bool
-) -> Shapes:
+def _probe(module: nn.Module, forward: Callable[..., Any], arguments: Arguments, mixes: bool, attends: bool) -> Shapes:
     """Check a layer class on some tokens, with the arguments of a call's first ones.
 
     Args:
         mixes: True if it calls convolutions or scans that are caught.
-        chained: True if it calls no attention.
+        attends: False if it calls no attention.
     """
-    hidden = hidden_states(args, kwargs)
-    arguments = Arguments(args, kwargs)
     if len(arguments.differentiable()) < sum(leaf.requires_grad for leaf in arguments.tensors):
         raise CannotTile("an argument besides its hidden states needs a gradient, and is not cut")
     tokens = min(_TOKENS, (arguments.length - 1) // 2)
     length = min(arguments.length, 2 * tokens + max(1, tokens // 3))
     rows = min(arguments.batch, 2)
-    drawn = torch.randn(rows, length, hidden.shape[2], generator=torch.Generator().manual_seed(0))
-    x = (_SCALE * drawn).to(hidden).requires_grad_()  # row-major, as tiles of any layout are
+    drawn = torch.randn(rows, length, arguments.hidden.shape[2], generator=torch.Generator().manual_seed(0))
+    x = (_SCALE * drawn).to(arguments.hidden).requires_grad_()  # row-major, as tiles of any layout are
     own_args, own_kwargs = arguments.first(x)
     own = Arguments(own_args, own_kwargs, like=arguments)
     cuts = [0, tokens, 2 * tokens, length]
     spans = [Span(slice(row, row + 1), slice(*ends)) for row in range(rows) for ends in itertools.pairwise(cuts)]
     trained = trained_parameters(module)
     arrived: list[int] = []
-    forward = saying_why(forward)
+    run_one = functools.partial(_with_stand_in if attends else _as_it_is, saying_why(forward))
+    run = functools.partial(run_one, own_args, own_kwargs)
     reasons: list[CannotTile] = []
     parts = parts_of(module) if mixes else None
     striped = None if parts is None else Striped(fitting(parts, length, type(module).__name__), tokens, rows)
     ordered = running_on(module, striped)
     with ordered, forked(x.device), unchanged(module), aliased(module, [*trained.values()]) as parameters, torch.enable_grad():
         leaves = [x, *own.differentiable(), *parameters]
-        runs = _run_chained if chained else _run
-        run = functools.partial(runs, forward, own_args, own_kwargs)
         before = own_states(x.device)
         with Watch() as watch:
             try:
@@ -144,27 +137,31 @@ def _probe(
         with _at_the_end(reasons):
             refuse_escapes(functools.partial(_as_a_first_tile, run))
         if draws:
-            refuse_draws_of_sequences(functools.partial(runs, forward), own, x, spans)
+            refuse_draws_of_sequences(run_one, own, x, spans)
         with _evaluating(module) if draws else nullcontext():  # a tile draws other numbers than the whole
-            to_attention = [] if chained else run_to_attention(forward, own_args, own_kwargs).leaves
+            to_attention = functools.partial(run_to_attention, saying_why(forward))
+            want = to_attention(own_args, own_kwargs).leaves if attends else []
             choices = Choices(rows, length)
             with choices:
                 expected = run()
-            shapes: Shapes
-            if chained:
-                shapes, found = _in_chain(forward, own, x, spans, draws, mixes, striped, choices)
-                gathered: list[Any] = []
-            else:
-                shapes, gathered, found = _in_tiles(forward, own, x, spans, parameters, draws, mixes, striped, choices)
+            tiles = [own.tile(part(x, span, 1), span) for span in spans]
+            attention: AttentionShapes | None = None
+            got: list[Any] = []
+            if attends:
+                calls = _one_after_another(to_attention, tiles, spans, striped, choices)
+                attention, got = _attention_shapes(calls, tiles, spans, x, parameters)
+            outputs = _one_after_another(run_one, tiles, spans, striped, choices)
+            output, found = _joined(outputs, x, spans)
+            shapes = Shapes(output, attention, draws, mixes)
             if x.is_meta:  # no values to compare: only an estimate runs there
                 return shapes
             with _at_the_end(reasons):
-                refuse_others(to_attention, gathered, tolerance_of(x))
-            refuse_other_gradients([shapes.output.tensor(expected), *tensor_leaves(to_attention)], leaves)
+                refuse_others(want, got, tolerance_of(x))
+            refuse_other_gradients([output.tensor(expected), *tensor_leaves(want)], leaves)
             for index, parameter in zip(trained, parameters, strict=True):
                 parameter.register_hook(lambda _, index=index: arrived.append(index))
             with _at_the_end(reasons):
-                compare(shapes.output.tensor(expected), found, leaves, cuts[1:-1], choices)
+                compare(output.tensor(expected), found, leaves, cuts[1:-1], choices)
             if any(parameter.grad is not None for parameter in parameters):  # these gradients would be lost with the alias
                 raise CannotTile("a backward inside its own adds to its parameters' gradients, as DeepSpeed's TiledMLP does")
     if reasons:
@@ -181,12 +178,12 @@ def _at_the_end(reasons: list[CannotTile]) -> Iterator[None]:
         reasons.append(reason)
 
 
-def _run(forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+def _with_stand_in(forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
     """Run a layer with a stand-in for attention: a rank may run it alone, and documents need not fit the tokens."""
     return run_with_attention(forward, args, kwargs, AttentionCall.stand_in)
 
 
-def _run_chained(forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+def _as_it_is(forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
     return forward(*args, **kwargs)
 
 
@@ -209,63 +206,10 @@ def _evaluating(module: nn.Module) -> Iterator[None]:
         yield
 
 
-def _in_tiles(
-    forward: Callable[..., Any],
-    arguments: Arguments,
-    x: torch.Tensor,
-    spans: Sequence[Span],
-    parameters: Sequence[torch.Tensor],
-    draws: bool,
-    mixes: bool,
-    striped: Striped | None,
-    choices: Choices,
-) -> tuple[AttentionShapes, list[Any], torch.Tensor]:
-    """Run the tokens of `x` (b, s, h) in tiles, by ordinary autograd. Return where tokens lie, what attention gets, and the
-    layer's output.
-
-    Args:
-        parameters: of the layer.
-        choices: of the whole.
-    """
-    tiles = [arguments.tile(part(x, span, 1), span) for span in spans]
-    lengths = spans[0].size[1], spans[-1].size[1]
-    calls = _one_after_another(functools.partial(run_to_attention, forward), tiles, spans, striped, choices)
-    first, last = calls[0], calls[-1]
-    dims = _dims("attention gets", first.leaves, last.leaves, lengths)
-    differentiable = tuple(i for i, leaf in enumerate(first.leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad)
-    if any(dims[i] is None and not any(first.leaves[i] is parameter for parameter in parameters) for i in differentiable):
-        raise CannotTile("attention gets a tensor without tokens that needs a gradient and is no parameter")
-    result = one_tensor("attention", first.stand_in(), first.result_dim())
-    gathered = Gathered(dims, *x.shape[:2])
-    for call, span, (*_, wholes) in zip(calls, spans, tiles, strict=True):
-        gathered.add(span, call, wholes)
-    outputs = _one_after_another(functools.partial(_run, forward), tiles, spans, striped, choices)
-    output, found = _joined(outputs, x, spans)
-    shapes = AttentionShapes(output, draws, tuple(dims), differentiable, result, first.is_sdpa, mixes=mixes)
-    return shapes, gathered.leaves, found
-
-
-def _in_chain(
-    forward: Callable[..., Any],
-    arguments: Arguments,
-    x: torch.Tensor,
-    spans: Sequence[Span],
-    draws: bool,
-    mixes: bool,
-    striped: Striped | None,
-    choices: Choices,
-) -> tuple[Shapes, torch.Tensor]:
-    """Do the same with a layer without attention: each tile goes on where the one before ended."""
-    tiles = [arguments.tile(part(x, span, 1), span) for span in spans]
-    outputs = _one_after_another(lambda args, kwargs: forward(*args, **kwargs), tiles, spans, striped, choices)
-    output, found = _joined(outputs, x, spans)
-    return Shapes(output, draws, mixes=mixes), found
-
-
 def _one_after_another(
     run: Callable[..., Any], tiles: Sequence[tuple], spans: Sequence[Span], striped: Striped | None, choices: Choices
 ) -> list[Any]:
-    """Run each tile from where the one before ended.
+    """Run each tile from where the one before ended, with the whole's choices of experts.
 
     Args:
         tiles: their arguments.
@@ -280,6 +224,30 @@ def _one_after_another(
     return results
 
 
+def _attention_shapes(
+    calls: Sequence[AttentionCall],
+    tiles: Sequence[tuple],
+    spans: Sequence[Span],
+    x: torch.Tensor,
+    parameters: Sequence[torch.Tensor],
+) -> tuple[AttentionShapes, list[Any]]:
+    """Find where the tokens lie in the tiles' attention calls. Return that, and what attention gets for all tokens of `x`."""
+    first, last = calls[0], calls[-1]
+    try:
+        dims = token_dims(first.leaves, last.leaves, (spans[0].size[1], spans[-1].size[1]))
+    except ValueError as error:
+        raise CannotTile(f"attention gets {error}") from None
+    differentiable = tuple(i for i, leaf in enumerate(first.leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad)
+    if any(dims[i] is None and not any(first.leaves[i] is parameter for parameter in parameters) for i in differentiable):
+        raise CannotTile("attention gets a tensor without tokens that needs a gradient and is no parameter")
+    result = one_tensor("attention", first.stand_in(), first.result_dim())
+    gathered = Gathered(dims, *x.shape[:2])
+    for call, span, (*_, cut_from) in zip(calls, spans, tiles, strict=True):
+        call.cut_from = cut_from
+        gathered.add(span, call)
+    return AttentionShapes(tuple(dims), differentiable, result, first.is_sdpa), gathered.leaves
+
+
 def _joined(outputs: Sequence[Any], x: torch.Tensor, spans: Sequence[Span]) -> tuple[Returned, torch.Tensor]:
     """Describe what tiles return, and return the output for all tokens."""
     output = one_tensor("it", outputs[0], 1)
@@ -287,10 +255,3 @@ def _joined(outputs: Sequence[Any], x: torch.Tensor, spans: Sequence[Span]) -> t
         raise CannotTile("its output has another shape than its hidden states")
     of_rows = [[output.tensor(tile) for tile in outputs[i : i + _TILES]] for i in range(0, len(outputs), _TILES)]
     return output, torch.cat([torch.cat(of_row, 1) for of_row in of_rows])
-
-
-def _dims(what: str, short: list[Any], long: list[Any], lengths: tuple[int, int]) -> list[int | None]:
-    try:
-        return token_dims(short, long, lengths)
-    except ValueError as error:
-        raise CannotTile(f"{what} {error}") from None

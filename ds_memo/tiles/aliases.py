@@ -1,8 +1,7 @@
-"""What surrounds the run of a tile: aliases of parameters, autocast, and an autograd that saves nothing."""
+"""Aliases of a module's parameters, and an autograd that saves nothing: tiles run so inside an autograd function."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,9 +11,6 @@ from torch import nn
 
 from ds_memo.errors import MemoError
 from ds_memo.remat.undo import Undoing
-
-Autocast = tuple[tuple[str, bool, torch.dtype], ...]
-"""Devices, True if autocast is on there, and its dtypes."""
 
 
 @contextmanager
@@ -38,31 +34,6 @@ def aliased(module: nn.Module, parameters: Sequence[nn.Parameter]) -> Iterator[l
         yield list(aliases.values())
 
 
-def autocast_now() -> Autocast:
-    return tuple((device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cuda", "cpu"))
-
-
-@contextmanager
-def autocast_as(autocast: Autocast) -> Iterator[None]:
-    """Have autocast as it was, inside the block. Its casts of weights are kept for the next tile.
-
-    This does what torch.autocast does, but for the count of such blocks, which Ctrl-C could leave too high.
-    """
-    before = autocast_now()
-    if before == autocast:  # the usual case, several times per tile
-        yield
-        return
-    with Undoing(functools.partial(_set_autocast, before)):
-        _set_autocast(autocast)
-        yield
-
-
-def _set_autocast(autocast: Autocast) -> None:
-    for device, enabled, dtype in autocast:
-        torch.set_autocast_enabled(device, enabled)
-        torch.set_autocast_dtype(device, dtype)
-
-
 def refuse_create_graph() -> None:
     """Raise MemoError in a backward that is to be differentiated itself: its tiles leave no graph."""
     if torch.is_grad_enabled():
@@ -73,7 +44,7 @@ def refuse_create_graph() -> None:
 
 
 def dropping() -> Any:
-    """Have autograd save nothing inside the block: the graph of a forward is not used."""
+    """Have autograd save nothing inside the block, where no backward uses the graph."""
     return torch.autograd.graph.saved_tensors_hooks(_drop, _drop)
 
 
