@@ -17,12 +17,12 @@ SAYS = {
     *("UsageError", "DataError", "ModelError"),
 }
 """Functions and classes whose first text is for the user."""
-YIELDS = ("ds_memo/runtime/first_step_warnings.py", "ds_memo/remat/diagnostics.py")
+YIELDS = ("ds_memo/runtime/steps.py", "ds_memo/remat/diagnostics.py")
 """Files whose functions yield texts."""
 ELSEWHERE = {
     ("ds_memo/config.py", "'\\n'.join(lines)"): "_explain() words them: memo.…: got …; allowed: …",
     ("ds_memo/errors.py", "f'ds_memo: {message}'"): "passes a text on",
-    ("ds_memo/runtime/parts.py", "message"): "passes a text on",
+    ("ds_memo/runtime/session.py", "message"): "passes a text on",
     ("ds_memo/runtime/steps.py", "message"): "passes a text on",
     ("ds_memo/remat/layer_host.py", "f'layer {layer.name}: {reason}'"): "of remat/diagnostics.py and compiled_layers/layers.py",
     (
@@ -30,7 +30,7 @@ ELSEWHERE = {
         "host_too_small(f'{swapped} swapped layers like {layer.name}', need, least, budget, fits)",
     ): "as too_little_host_memory",
     ("ds_memo/solve/refusals.py", "message"): "worded in host_too_small()",
-    ("ds_memo/autotune/tuner.py", "f'rank {rank}: {message}'"): "another rank's NothingFits",
+    ("ds_memo/autotune/ranks.py", "f'rank {rank}: {message}'"): "another rank's NothingFits",
     ("ds_memo/solve/refusals.py", "f'{what}: {missing}. What helps: {ranks}, {others}.'"): "worded in nothing_fits()",
 }
 """Texts that are put together in several steps."""

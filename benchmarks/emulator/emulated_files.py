@@ -92,12 +92,12 @@ class EmulatedFiles:
 def emulated_drives(clock: Clock, gib: float, gb_per_s: float) -> Iterator[None]:
     """Put such files behind memo.nvme within the block."""
     from ds_memo.autotune import drives
-    from ds_memo.runtime import parts
+    from ds_memo.runtime import session
 
-    before = parts.open_files, drives.measure_drives
-    parts.open_files = lambda *_: EmulatedFiles(clock, int(gib * GIB), gb_per_s * 1e9)
+    before = session.open_files, drives.measure_drives
+    session.open_files = lambda *_: EmulatedFiles(clock, int(gib * GIB), gb_per_s * 1e9)
     drives.measure_drives = lambda *_: (gb_per_s * 1e9, gb_per_s * 1e9)
     try:
         yield
     finally:
-        parts.open_files, drives.measure_drives = before
+        session.open_files, drives.measure_drives = before

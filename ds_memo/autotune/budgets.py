@@ -66,6 +66,16 @@ class HeadMemory(NamedTuple):
         return min(by_rule, nbytes) if tokens < known else nbytes + self.lazy.per_token * (tokens - known)
 
 
+class PassMemory(NamedTuple):
+    """What one rank knows of the non-layer memory of a pass."""
+
+    tokens: int
+    head_bytes: int
+    lazy: list[HeadBytes]
+    """What the rank's lazy heads take by the rule."""
+    non_layer: NonLayerMemory
+
+
 class Budgets:
     """Device and host budgets of one model's training.
 
@@ -111,30 +121,33 @@ class Budgets:
         self.host.agree(*min(offers))
         self.device, self.device_limit = map(min, devices)
 
-    def see(self, logged: NonLayerMemory | None, tokens: int, bytes_of_layers: int) -> bool:
-        """Learn the non-layer memory of a pass; the rank, and the pass, that needs most counts. All ranks call this together.
+    def measured(self, logged: NonLayerMemory | None, tokens: int, bytes_of_layers: int) -> PassMemory | None:
+        """Return the non-layer memory of this rank's pass; None: it is not known.
 
         Args:
-            logged: None: not known; then CUDA's peak tells what it was at most, unless an earlier pass has told.
+            logged: None: no log shows it; then CUDA's peak tells what it was at most, unless an earlier pass has told.
             tokens: of this rank's batch in the pass; 0: there was none.
             bytes_of_layers: what layers kept on the device between its forward and its backward, beyond an arena's bytes.
+        """
+        head = logged.head if logged else 0
+        if logged is None and self._non_layer is None and (most := most_beyond(self._device, bytes_of_layers)) is not None:
+            head, logged = most, NonLayerMemory(most)
+        return PassMemory(tokens, head, [head.bytes for head in self._heads if head.bytes], logged) if tokens and logged else None
+
+    def learn(self, by_rank: Sequence[PassMemory | None]) -> bool:
+        """Take the pass of the rank that needs most, or an earlier one; nothing, where a rank does not know.
 
         Returns:
-            Whether some of it is more than was known.
+            True if some of it is more than was known.
         """
-        mine, lazy = None, [head.bytes for head in self._heads if head.bytes]
-        if tokens and logged:
-            mine = tokens, logged.head, lazy, logged
-        elif tokens and self._non_layer is None and (most := most_beyond(self._device, bytes_of_layers)) is not None:
-            mine = tokens, most, lazy, NonLayerMemory(most)
-        everybodys = from_all_ranks(mine)
-        if None in everybodys:
+        known = [passed for passed in by_rank if passed is not None]
+        if len(known) < len(by_rank):
             return False
         before = self._head, self._non_layer
-        for theirs in everybodys:
-            self._head = self._head.with_seen(*theirs[:3])
-        known = [self._non_layer] if self._non_layer else []
-        self._non_layer = largest([*known, *(theirs[-1] for theirs in everybodys)])
+        for passed in known:
+            self._head = self._head.with_seen(passed.tokens, passed.head_bytes, passed.lazy)
+        earlier = [self._non_layer] if self._non_layer else []
+        self._non_layer = largest([*earlier, *(passed.non_layer for passed in known)])
         return (self._head, self._non_layer) != before
 
     def costs(

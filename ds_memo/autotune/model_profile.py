@@ -45,8 +45,8 @@ class Profiling:
         self.from_cache = False
         self.kinds: list[int] = []
         """The kinds in the profile, in its order; numbers as in `of_layers`."""
-        self.in_tiles = config.tile_tokens != 0
-        """Measure layers in tiles, too."""
+        self.why_whole = ""
+        """Why no layer is measured in tiles, and so none runs in tiles that are solved for."""
         self._config = config
         self._of_layers: Sequence[int] = ()
         self._host = host
@@ -74,9 +74,9 @@ class Profiling:
         if not asked.calls:
             raise Failed(["no layer wants a gradient, or none that all ranks call"])
         folder, key = cache.open_folder(self._config.cache_dir, self._warn), asked.key()
-        everybodys = from_all_ranks(folder and cache.load(folder, key, self._warn))
-        if all(everybodys):
-            self.profile, self.from_cache = most_careful(everybodys), True
+        by_rank = from_all_ranks(folder and cache.load(folder, key, self._warn))
+        if all(by_rank):
+            self.profile, self.from_cache = most_careful(by_rank), True
         else:
             self.profile = take_profile(asked)
             if folder and int(os.environ.get("LOCAL_RANK") or 0) == 0:
@@ -101,46 +101,46 @@ class Profiling:
         Returns:
             What was measured, in words.
         """
-        everybody, do = (from_all_ranks, on_all_ranks) if with_others else (_only_me, on_this_rank)
-        everybodys = everybody({kind: call.length for kind, call in calls.items() if call.tokens})
+        exchange, do = (from_all_ranks, on_all_ranks) if with_others else (_on_this_rank, on_this_rank)
+        answers = exchange({kind: call.length for kind, call in calls.items() if call.tokens})
         changes = []
         for kind in self.kinds:
-            lengths = [theirs.get(kind, 0) for theirs in everybodys]
+            lengths = [answer.get(kind, 0) for answer in answers]
             if not self._outgrown(kind, max(lengths)):
                 continue
             if self._outgrown(kind, min(lengths)):
                 name = type(calls[kind].layer.module()).__name__
                 try:
-                    self._measure_again(kind, calls[kind], everybody, do)
+                    self._measure_again(kind, calls[kind], exchange, do)
                     changes.append(f"measured {name} again, with {min(lengths):,} tokens: the first batches told too little")
                 except Failed as failed:
                     self._warn(f"{name}: cannot be measured again ({failed}), and what it took before is scaled")
             self._tries[kind] += 1
         return changes
 
-    def _measure_again(self, kind: int, call: CaughtCall, everybody: Callable[[Any], list[Any]], do: Do) -> None:
-        asked = replace(self._asked({kind: call}, everybody), do=do)
-        mine = replace(self.profile, kinds=measure_kinds(asked))
+    def _measure_again(self, kind: int, call: CaughtCall, exchange: Callable[[Any], list[Any]], do: Do) -> None:
+        asked = replace(self._asked({kind: call}, exchange), do=do)
+        measured = replace(self.profile, kinds=measure_kinds(asked))
         kinds = list(self.profile.kinds)
-        (kinds[self.kinds.index(kind)],) = most_careful(everybody(mine)).kinds
+        (kinds[self.kinds.index(kind)],) = most_careful(exchange(measured)).kinds
         self.profile = replace(self.profile, kinds=tuple(kinds))
 
-    def _asked(self, calls: Mapping[int, CaughtCall], everybody: Callable[[Any], list[Any]]) -> Asked:
+    def _asked(self, calls: Mapping[int, CaughtCall], exchange: Callable[[Any], list[Any]]) -> Asked:
         """Return the request to profile what all ranks call.
 
         Raises:
             Failed: a layer attends to an encoder's states of another length; all of them know.
         """
-        everybodys = everybody({kind: (call.length, call.can_shorten(), call.encoder_length) for kind, call in calls.items()})
-        calls = {kind: call for kind, call in calls.items() if all(kind in theirs for theirs in everybodys)}
+        answers = exchange({kind: (call.length, call.can_shorten(), call.encoder_length) for kind, call in calls.items()})
+        calls = {kind: call for kind, call in calls.items() if all(kind in answer for answer in answers)}
         method = self._config.profile.method
         lengths, full = {}, {}
         for kind, call in calls.items():
-            said, can_shorten, encoders = zip(*(theirs[kind] for theirs in everybodys), strict=True)
+            by_rank, can_shorten, encoders = zip(*(answer[kind] for answer in answers), strict=True)
             if any(encoders):
                 states = f"layer {call.layer.name} attends to {max(encoders):,} states of an encoder"
                 raise Failed([f"{states}: its costs depend on two lengths, and a profile has one"])
-            full[kind] = min(said)
+            full[kind] = min(by_rank)
             lengths[kind] = lengths_of(method, full[kind], call.width, all(can_shorten))
         return Asked(
             kinds=self._of_layers,
@@ -153,7 +153,7 @@ class Profiling:
             warn=self._warn,
             attention=self._config.attention,
             ranks_per_sequence=ranks_per_sequence(),
-            in_tiles=self.in_tiles,
+            in_tiles=self._config.tile_tokens != 0 and not self.why_whole,
         )
 
 
@@ -165,5 +165,5 @@ def shared_settings(config: MemoConfig) -> dict[str, Any]:
     return settings | {f"memo.{name}.{key}": value for name, values in nested.items() for key, value in values.items()}
 
 
-def _only_me(mine: Any) -> list[Any]:
-    return [mine]
+def _on_this_rank(answer: Any) -> list[Any]:
+    return [answer]

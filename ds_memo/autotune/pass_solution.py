@@ -28,11 +28,11 @@ class PassSolution:
     shapes: HiddenShapes
     shape: HiddenShape
     """The shape of the hidden states that come into the last layer."""
-    paced: bool = False
-    """Layers tell the engine when they run, also where none of them is checkpointed (ds_memo.deepspeed.run_ahead_limit)."""
+    empty_frames: bool = False
+    """True if layers have frames also where none of them is checkpointed: ds_memo.deepspeed.run_ahead_limit hears of these."""
 
     def number(self, call: int) -> int:
-        """The number of a call that was solved for."""
+        """Return the number of a call that was solved for."""
         return call // len(self.solved) * self.layers + self.solved[call % len(self.solved)]
 
     @cached_property
@@ -40,7 +40,7 @@ class PassSolution:
         """Return the placement of each layer call before a backward, by number."""
         calls = len(self.run.layers) // len(self.solved) * self.layers
         if self.solution.no_recompute:
-            return (replace(NO_RECOMPUTE, empty_frame=self.paced),) * calls
+            return (replace(NO_RECOMPUTE, empty_frame=self.empty_frames),) * calls
         placements = [FULL_RECOMPUTE] * calls
         for call, placement in enumerate(self.solution.placements):
             no_recompute = placement.kind is PlacementKind.NO_RECOMPUTE
@@ -62,11 +62,11 @@ class PassSolution:
 
     @cached_property
     def host_blocks(self) -> tuple[int, ...]:
-        """Bytes of each call's host block, of the calls that were solved for."""
+        """Return the bytes of each call's host block, of the calls that were solved for."""
         return tuple(layer.host_bytes(p) for layer, p in zip(self.run.layers, self.solution.placements, strict=True))
 
     def host_bytes(self, first: int, end: int) -> int:
-        """Bytes of the host blocks of every layer's calls from `first` to before `end`, but for those that go on to files."""
+        """Return the bytes in host memory of every layer's calls from `first` to before `end`; files hold the rest."""
         calls = slice(first * len(self.solved), end * len(self.solved))
         placed = zip(self.host_blocks[calls], self.solution.placements[calls], strict=True)
         return sum(nbytes for nbytes, placement in placed if not placement.nvme)

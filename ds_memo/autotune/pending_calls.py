@@ -47,15 +47,15 @@ class CallsInFlight:
         self._forwards: weakref.WeakSet[_Forward] = weakref.WeakSet()
         self._here: Counter[int] = Counter()
         """In the running forward, by the layer's index."""
-        self._lately: deque[InFlight] = deque([InFlight()], maxlen=_REMEMBERED)
+        self._by_step: deque[InFlight] = deque([InFlight()], maxlen=_REMEMBERED)
         """The most in each of the latest optimizer steps; the last item is of the running one."""
         self.earlier = 0
         """Calls of one layer in forwards before the running one that wait for their backward."""
 
     @property
     def most(self) -> InFlight:
-        """Return the maximum over the last steps."""
-        return InFlight(*map(max, zip(*self._lately, strict=True)))
+        """Return the maximum over the last 8 steps."""
+        return InFlight(*map(max, zip(*self._by_step, strict=True)))
 
     def forward_begins(self) -> None:
         waiting = [forward.calls for forward in self._forwards if forward.waits]
@@ -64,7 +64,7 @@ class CallsInFlight:
         self._see(InFlight(self.earlier + 1, len(waiting) + 1))
 
     def number(self, layer: int) -> int:
-        """A layer is called, by its index: the how-manieth call that waits for its backward this one is, from 0."""
+        """Return this call's index among pending calls of the layer."""
         number = self.earlier + self._here[layer]
         self._here[layer] += 1
         return number
@@ -78,8 +78,8 @@ class CallsInFlight:
             register_multi_grad_hook(tensors, forward.backward_begins, mode="any")
 
     def stepped(self) -> None:
-        """An optimizer step is over."""
-        self._lately.append(InFlight())
+        """Follow the end of an optimizer step."""
+        self._by_step.append(InFlight())
 
     def _see(self, seen: InFlight) -> None:
-        self._lately[-1] = InFlight(*map(max, self._lately[-1], seen))
+        self._by_step[-1] = InFlight(*map(max, self._by_step[-1], seen))

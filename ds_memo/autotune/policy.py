@@ -183,7 +183,7 @@ class PlacementPolicy:
             slack = swapped * _SLACK_PER_FRAME if self.layers_known else 0
             fits = alpha_for_host(budget - slack, swapped, whole_bytes, split_bytes)
             if self.layers_known:
-                alpha, reason = fits, "host memory" if fits < 1 else "all rows fit the host"
+                alpha, reason = fits, "host memory" if fits < 1 else "nothing: all rows fit the host"
             else:  # how many will share the host shows in this forward
                 alpha, reason = 0.0, "layers not known"
         else:  # layers of another class keep something else; the host budget has the last word on all of them

@@ -57,7 +57,7 @@ class Probe:
         """What only a probe could tell."""
 
     def first(self, training_pass: TrainingPass, layers: Sequence[Layer]) -> dict[int, CaughtCall]:
-        """A call of each kind that the forward calls, in the order in which they come.
+        """Return a call of each kind that the forward calls, in the order in which they come.
 
         Args:
             layers: in the order of the model.
@@ -75,7 +75,7 @@ class Probe:
         return calls
 
     def profiled(self, kind: Shapes, calls: Mapping[int, CaughtCall], measured: Sequence[int]) -> None:
-        """The pass of these calls was profiled.
+        """Remember the pass that was profiled.
 
         Args:
             kind: of the pass.
@@ -86,7 +86,7 @@ class Probe:
         self._first = kind, self.saw(kind, calls)
 
     def shapes(self, kind: Shapes) -> HiddenShapes | None:
-        """Hidden states of a pass of this kind; None: only a probe can tell."""
+        """Return the hidden states of a pass of this kind; None: only a probe can tell."""
         if not kind:  # no tensor was seen among the inputs: every pass looks like this
             return None
         if kind in self._seen:
@@ -96,7 +96,7 @@ class Probe:
         return found if all(found) else None
 
     def later(self, training_pass: TrainingPass) -> dict[int, CaughtCall]:
-        """A call of each kind that a forward calls, up to the measured kind that came last in the profiled pass."""
+        """Return a call of each kind that a forward calls, up to the measured kind that came last in the profiled pass."""
         return self._run(training_pass, lambda calls: self._last in calls)
 
     def saw(self, kind: Shapes, calls: Mapping[int, CaughtCall]) -> HiddenShapes:

@@ -18,8 +18,10 @@ import torch
 
 from ds_memo.distributed.lost_ranks import naming_lost_ranks
 from ds_memo.remat.undo import changed
-from ds_memo.runtime.report import events
+from ds_memo.runtime.passes import ran_out
+from ds_memo.runtime.report import events, report
 from ds_memo.runtime.session import Session
+from ds_memo.runtime.steps import step_begins, step_ended
 
 
 def hook_engine(engine: deepspeed.DeepSpeedEngine, session: Session) -> None:
@@ -34,8 +36,8 @@ def hook_engine(engine: deepspeed.DeepSpeedEngine, session: Session) -> None:
     }
     for name, (tell, where) in replaced.items():
         vars(engine)[name] = _around(getattr(engine, name), tell, where)
-    session.on_detach(functools.partial(_give_methods_back, weakref.ref(engine), tuple(replaced)))
-    session.on_detach(_hook_optimizer(engine.optimizer, hooks))
+    session.patches.undo_with(functools.partial(_give_methods_back, weakref.ref(engine), tuple(replaced)))
+    session.patches.undo_with(_hook_optimizer(engine.optimizer, hooks))
 
 
 class _EngineHooks:
@@ -51,19 +53,22 @@ class _EngineHooks:
         with self.step(engine.was_step_applied):
             result = stock(*args, **kwargs)
         if engine.monitor.enabled and engine.global_rank == 0:
-            engine.monitor.write_events(events(self._session.report(), engine.global_samples))
+            engine.monitor.write_events(events(report(self._session), engine.global_samples))
         return result
 
     def backward(self, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:
             return stock(*args, **kwargs)
         except torch.OutOfMemoryError:
-            self._session.passes.ran_out()
+            ran_out(self._session)
             raise
 
     def reduce(self, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with self._session.steps.reduction():
+        self._session.addresses.reduction_begins()
+        try:
             return stock(*args, **kwargs)
+        finally:
+            self._session.addresses.leave_phase()
 
     def destroy(self, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._engine() is not None:  # who calls has the engine; when it is collected, on whatever thread, stock's part is done
@@ -76,10 +81,10 @@ class _EngineHooks:
         if self._in_step:
             yield
             return
-        self._session.steps.begins()
+        step_begins(self._session)
         with changed(self, "_in_step", True):
             yield
-        self._session.steps.ended(is_applied())
+        step_ended(self._session, is_applied())
 
 
 def _plain(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -43,6 +43,7 @@ from ds_memo.nvme.open_files import shares_drives_with
 from ds_memo.runtime.attach import attach_model, check_residents, refuse_attached, take_from_engine
 from ds_memo.runtime.conflicts import refuse_config, refuse_model
 from ds_memo.runtime.handle import MemoHandle
+from ds_memo.runtime.report import report as made_report
 from ds_memo.runtime.session import EngineTies, Session
 from ds_memo.units import MIB
 
@@ -117,20 +118,20 @@ def initialize(*args: Any, **kwargs: Any) -> tuple:
             if SECTION in section and "enabled" not in config.model_fields_set:
                 warnings.warn(NOT_ENABLED, MemoWarning, stacklevel=2)
             ranks = sequence.size_in(section)
-            alike: dict[str, Any] = {"memo.enabled": False, sequence.FIELD: ranks}
+            shared: dict[str, Any] = {"memo.enabled": False, sequence.FIELD: ranks}
             if config.enabled:
                 _refuse_pipelines(asked["model"])
                 if why := _takes_no_steps(asked, section):
                     _say(f"leaves this {type(asked['model']).__name__} alone: {why}, so its engine takes no steps")
                     config = config.model_copy(update={"enabled": False})
             if config.enabled:
-                alike |= _prepared(asked, config, section, undo)
+                shared |= _prepared(asked, config, section, undo)
             makes_groups = ranks > 1 and asked.get("mpu") is None
             if makes_groups:  # DeepSpeed would take such a configuration and train on parts of sequences
                 sequence.refuse_conflicts(section)
         with _words_for_mpi():
             _start_process_group(asked)
-            _compare(alike, wait=config.enabled or SECTION in section)
+            _compare(shared, wait=config.enabled or SECTION in section)
             with groups_wait_no_longer():
                 if makes_groups:
                     asked["mpu"] = sequence.set_up(asked["model"], ranks, config.ulysses_size)
@@ -138,7 +139,7 @@ def initialize(*args: Any, **kwargs: Any) -> tuple:
                 if not config.enabled:
                     return make()
                 returned, session = _made_and_attached(make, asked["model"], config)
-        session.on_detach(undo.pop_all().close, last=True)
+        session.patches.undo_with(undo.pop_all().close, last=True)
         _say_who_shares_drives(session, section)
         return returned
 
@@ -218,22 +219,24 @@ def attach_engine(engine: deepspeed.DeepSpeedEngine, config: MemoConfig) -> Sess
     checkpoint_api.redirect()
     take_from_engine(engine.module)
     limit = limit_run_ahead(engine.module, engine.device)
-    whole = WholeLayers(engine)
+    whole, live = WholeLayers(engine), weakref.ref(engine)
     ties = EngineTies(
         of_engine=True,
         agree_on_host=functools.partial(_smallest, device=engine.device),
         observers=() if limit is None else (limit,),  # first: the phase of planned addresses begins after its wait
-        before_probe=functools.partial(_gather_nothing_ahead, weakref.ref(engine)),
+        # ZeRO-3 would gather ahead in a probe: a layer measured on its own cannot use, nor gather, what is under way to it
+        before_probe=lambda: forget_order(live()),
         gather_whole=whole.gather,
         on_last_micro_batch=weakly(engine.is_gradient_accumulation_boundary),
         tell_what_moved=_tell_what_moved if _replaced else None,
     )
     session = attach_model(engine.module, config, config.layers, engine.device, ties)
     hook_engine(engine, session)
-    session.on_detach(whole.undo)
+    session.patches.undo_with(whole.undo)
     if config.tile_tokens:
-        whole.gather([module for layer in session.layers if (module := layer.module()) is not None])
-    whole.gather(session.heads_of_modules())
+        whole.gather(session.modules())
+    heads = (head.module() for head in session.heads)
+    whole.gather([head for head in heads if head is not None and any(head.children())])  # LoRA's: tiles call what is inside
     engine.memo = MemoHandle(session)
     return session
 
@@ -288,7 +291,7 @@ def _start_process_group(asked: dict[str, Any]) -> None:
     )
 
 
-def _compare(mine: dict[str, Any], wait: bool) -> None:
+def _compare(settings: dict[str, Any], wait: bool) -> None:
     """Refuse ranks that were given other things than this one: they would wait for each other.
 
     Args:
@@ -302,12 +305,12 @@ def _compare(mine: dict[str, Any], wait: bool) -> None:
     def remind(late: list[int]) -> None:
         warnings.warn(LATE.format(torch.distributed.get_rank(), late, ARRIVAL_S), MemoWarning, stacklevel=4)
 
-    said = [json.loads(text) for text in agree.announce(json.dumps(mine), wait, ARRIVAL_S, remind)]
-    failed = [f"rank {rank}: {theirs[_FAILED]}" for rank, theirs in enumerate(said) if _FAILED in theirs]
+    by_rank = [json.loads(text) for text in agree.announce(json.dumps(settings), wait, ARRIVAL_S, remind)]
+    failed = [f"rank {rank}: {answer[_FAILED]}" for rank, answer in enumerate(by_rank) if _FAILED in answer]
     if failed:
         raise agree.Failed(failed)
-    first = [{name: theirs[name] for name in ("memo.enabled", sequence.FIELD)} for theirs in said]
-    for shared in (first, said):  # a rank without memo says no more
+    first = [{name: answer[name] for name in ("memo.enabled", sequence.FIELD)} for answer in by_rank]
+    for shared in (first, by_rank):  # a rank without memo tells no more
         agree.refuse_differences("the configuration", shared)
 
 
@@ -329,22 +332,13 @@ def _say_who_shares_drives(session: Session, section: dict[str, Any]) -> None:
             )
 
 
-def _gather_nothing_ahead(engine: weakref.ref[deepspeed.DeepSpeedEngine]) -> None:
-    """Have ZeRO-3 forget in which order layers came, as it does where another one comes than it expects.
-
-    It would gather ahead by that order in a probe. What is under way to a layer that is measured alone can be neither used nor
-    gathered.
-    """
-    forget_order(engine())
-
-
 def _tell_what_moved(session: Session) -> bool:
     """Print what memo did, since the script was not changed and its user wants to see an effect. Return True if it is told.
 
     What is solved automatically is solved again after the first step, which shows the memory of head and loss.
     """
-    report = session.report()
-    first = session.steps.speed.steps == 1
+    report = made_report(session)
+    first = session.speed.steps == 1
     if first and not report["active"] and report["predicted"] is not None:
         return False
     steps = "step" if first else "two steps"

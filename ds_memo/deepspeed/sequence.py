@@ -139,14 +139,14 @@ def refuse_inexact(model: nn.Module, forward: Callable[..., Any]) -> None:
     """
     if (own := _decoders.get(model)) is not None:
         sequence_probe.refuse_inexact(model, forward, own.ranks.group, own.whole, decoder=own)
-    elif (theirs := _registered_by_deepspeed(model)) is not None:
-        name, before = model.config._attn_implementation, dict(vars(theirs))
-        theirs.seq_length_is_variable, theirs.disable_in_eval = True, False
+    elif (registered := _registered_by_deepspeed(model)) is not None:
+        name, before = model.config._attn_implementation, dict(vars(registered))
+        registered.seq_length_is_variable, registered.disable_in_eval = True, False
         try:
-            plain = functools.partial(_replaced, name, theirs.attn)
-            sequence_probe.refuse_inexact(model, forward, theirs.process_group, plain, theirs.batch_size)
+            plain = functools.partial(_replaced, name, registered.attn)
+            sequence_probe.refuse_inexact(model, forward, registered.process_group, plain, registered.batch_size)
         finally:
-            vars(theirs).update(before)
+            vars(registered).update(before)
 
 
 def _registered_by_deepspeed(model: nn.Module) -> UlyssesSPAttentionHF | None:
@@ -155,8 +155,8 @@ def _registered_by_deepspeed(model: nn.Module) -> UlyssesSPAttentionHF | None:
     if name is None or ranks_per_sequence() == 1:
         return None
     function = wrap_attention(name, lambda core: core)
-    theirs = inspect.getclosurevars(function).nonlocals.get("uattn") if inspect.isfunction(function) else None
-    return theirs if isinstance(theirs, UlyssesSPAttentionHF) else None
+    registered = inspect.getclosurevars(function).nonlocals.get("uattn") if inspect.isfunction(function) else None
+    return registered if isinstance(registered, UlyssesSPAttentionHF) else None
 
 
 @contextmanager
@@ -203,9 +203,9 @@ def split(batches: Iterable[dict[str, Any]], device: torch.device, whole: bool =
 def _sent(batch: dict[str, Any] | None, rank: int, group: dist.ProcessGroup, device: torch.device) -> dict[str, Any]:
     """Return a rank's batch on all ranks of a group; the others pass None."""
     own, spec = tree_flatten(batch)
-    said: list[Any] = [(list(map(_described, own)), spec)]
-    dist.broadcast_object_list(said, rank, group=group, device=device)
-    leaves, spec = said[0]
+    sent: list[Any] = [(list(map(_described, own)), spec)]
+    dist.broadcast_object_list(sent, rank, group=group, device=device)
+    leaves, spec = sent[0]
     for number, meta in enumerate(leaves):
         if isinstance(meta, torch.Tensor):
             leaves[number] = torch.empty_like(meta, device=device) if batch is None else own[number].to(device).contiguous()
@@ -235,7 +235,7 @@ def _described(value: Any) -> Any:
 
 @naming_lost_ranks("the mean over a sequence's ranks")
 def mean_over_ranks(loss: torch.Tensor, labels: torch.Tensor, engine: deepspeed.DeepSpeedEngine) -> torch.Tensor:
-    """The mean loss over whole sequences, from every rank's mean over its part, weighted by the labels that count.
+    """Return the mean loss over whole sequences, from every rank's mean over its part, weighted by the labels that count.
 
     Its gradient, as `engine` reduces it, is the one without sequence parallelism, under every ZeRO stage. (The loss of
     DeepSpeed's tutorial, an all-gather that autograd follows, gives that under ZeRO-3 only; below, gradients are too large by
@@ -282,7 +282,7 @@ def _reduce_scatter_knows_groups() -> bool:
 
 
 def _make_groups(size: int) -> None:
-    """The process groups that DeepSpeed asks for; its own function makes them once per process."""
+    """Make the process groups that DeepSpeed asks for; its own function does so once per process."""
     if parallel_state_sp._SEQUENCE_PARALLEL_GROUP is None:
         with groups_wait_no_longer():
             parallel_state_sp.initialize_sequence_parallel(sequence_parallel_size=size)

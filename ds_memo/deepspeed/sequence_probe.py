@@ -143,7 +143,7 @@ class _Comparison:
             self._takes_whole = decoder.takes_whole
         self._kept: dict[tuple[str, bool], list[list[tuple[torch.Tensor, int] | None]]] = defaultdict(list)
         """This rank's part of what went into (True) or came out of (False) each call of a module, and its dimension of tokens."""
-        self._apart: list[tuple[str, list[int], torch.Tensor]] = []
+        self._distances: list[tuple[str, list[int], torch.Tensor]] = []
         self._dtypes: set[torch.dtype] = set()
 
     def run(
@@ -156,16 +156,16 @@ class _Comparison:
         self._length = tokens.shape[1]
         with self._watched(self._keep), whole():
             forward(input_ids=tokens, position_ids=positions, use_cache=False)
-        mine = slice(None) if self._takes_whole else slice(self._outside[0], self._outside[-1] + 1)
+        local = slice(None) if self._takes_whole else slice(self._outside[0], self._outside[-1] + 1)
         with self._watched(self._compare):
-            forward(input_ids=tokens[:, mine].contiguous(), position_ids=positions[:, mine].contiguous(), use_cache=False)
-        if not self._apart:
+            forward(input_ids=tokens[:, local].contiguous(), position_ids=positions[:, local].contiguous(), use_cache=False)
+        if not self._distances:
             raise TypeError("no module of it takes or returns a floating-point tensor (rows, tokens, …)")
         most = STEPS * max(TF32, *(torch.finfo(dtype).eps for dtype in self._dtypes))
         return {
             (number, name, token): off
-            for number, (name, tokens, apart) in enumerate(self._apart)
-            for token, off in zip(tokens, apart.tolist(), strict=False)
+            for number, (name, tokens, distances) in enumerate(self._distances)
+            for token, off in zip(tokens, distances.tolist(), strict=False)
             if not off <= most
         }
 
@@ -214,7 +214,7 @@ class _Comparison:
         for index, (leaf, kept) in enumerate(zip(leaves, calls.pop(0), strict=False)):
             if kept is not None and isinstance(leaf, torch.Tensor) and leaf.shape == kept[0].shape:
                 self._dtypes.add(leaf.dtype)
-                self._apart.append((culprit, self._tokens(name, goes_in), _distances(leaf, *kept)))
+                self._distances.append((culprit, self._tokens(name, goes_in), _distances(leaf, *kept)))
                 leaves[index] = kept[0]
         return tree_unflatten(leaves, spec)
 

@@ -22,7 +22,10 @@ from ds_memo.remat.diagnostics import within_compiled
 from ds_memo.remat.modes import inside_a_layer
 from ds_memo.runtime.active_forward import in_forward
 from ds_memo.runtime.handle import MemoHandle
+from ds_memo.runtime.optimizer_hooks import watch_optimizers
+from ds_memo.runtime.passes import Passes
 from ds_memo.runtime.session import EngineTies, Session, module_of
+from ds_memo.runtime.steps import step_begins, step_ended
 
 _attached: weakref.WeakKeyDictionary[nn.Module, Session] = weakref.WeakKeyDictionary()
 
@@ -66,7 +69,8 @@ def attach(
             "memo.kernels.adam: the optimizer is DeepSpeed's to make; use ds_memo.initialize, or make it yourself"
         )
     session = attach_model(model, config, config.layers if layers is None else layers, device)
-    session.steps.watch_optimizers()
+    for end in watch_optimizers(session.model, session, step_begins, step_ended):
+        session.patches.undo_with(end)
     return MemoHandle(session)
 
 
@@ -105,13 +109,18 @@ def attach_model(
         if ties is None:
             undo.enter_context(use_kernels(model, config))  # last: a refusal leaves the model as it was
         try:
-            session = _attached[model] = Session(model, config, found, device, ties or EngineTies())
+            session = Session(model, config, found, device, ties or EngineTies())
+            with ExitStack() as failed:
+                failed.callback(session.patches.undo)
+                Passes(session, model)
+                failed.pop_all()
+            _attached[model] = session
         except (MemoryError, RuntimeError) as error:
             if isinstance(error, MemoryError) or NO_THREAD in str(error):
                 raise MemoError(SYSTEM_REFUSED.format(str(error) or "no memory")) from error
             raise
-        session.on_detach(undo.pop_all().close, last=True)
-    session.on_detach(functools.partial(_forget, weakref.ref(model)))
+        session.patches.undo_with(undo.pop_all().close, last=True)
+    session.patches.undo_with(functools.partial(_forget, weakref.ref(model)))
     return session
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ds_memo.config import MemoConfig
 from ds_memo.plan import Plan
+from ds_memo.runtime.report import report
 from ds_memo.runtime.session import Session
 from ds_memo.show.report_table import Report
 
@@ -33,7 +34,7 @@ class MemoHandle:
         Raises:
             MemoError: after ``detach()``.
         """
-        return self._session.report()
+        return report(self._session)
 
     def release_arena(self) -> int:
         """Give the arena of planned addresses back to PyTorch's allocator, say for an evaluation that needs the memory.

@@ -30,12 +30,12 @@ def watch_optimizers(
             listener, module = target(), model()
             if listener is None or module is None:
                 return
-            groups, mine = known.get(optimizer, (0, False))
+            groups, is_models = known.get(optimizer, (0, False))
             if len(optimizer.param_groups) != groups:
                 own = set(map(id, module.parameters()))
-                mine = any(id(p) in own for group in optimizer.param_groups for p in group["params"])
-                known[optimizer] = len(optimizer.param_groups), mine
-            if mine:
+                is_models = any(id(p) in own for group in optimizer.param_groups for p in group["params"])
+                known[optimizer] = len(optimizer.param_groups), is_models
+            if is_models:
                 say(listener)
 
         return hook

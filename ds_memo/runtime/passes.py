@@ -15,155 +15,116 @@ from ds_memo.memory.device import device_usage
 from ds_memo.placement import Tiles
 from ds_memo.profile.caught_call import AsCalled, as_it_is
 from ds_memo.remat.diagnostics import has_compiled, within_compiled
-from ds_memo.remat.undo import changed, stacks_restored
+from ds_memo.remat.undo import stacks_restored
 from ds_memo.runtime import active_forward, conflicts
-from ds_memo.runtime.parts import Parts
+from ds_memo.runtime.session import Session
 from ds_memo.shapes import shapes_of, tensors_in
 from ds_memo.tiles.norms import TiledNorm, norms_beside
 from ds_memo.units import GIB
 
 LONG = 4096
-"""Tokens from which norms beside the layers run in tiles of as many (eager, one makes 5 to 10 copies of all hidden states), and
+"""Tokens from which norms outside the layers run in tiles of as many (eager, one makes 5 to 10 copies of all hidden states), and
 forwards without gradients."""
 
 
-def _never() -> bool:
-    return False
-
-
 class Passes:
-    """Follows the forwards of a model by hooks on it.
+    """Follows the forwards of a session's model by hooks on it, until its patches are undone."""
 
-    Args:
-        parts: the model's session.
-    """
-
-    def __init__(self, parts: Parts) -> None:
-        self.count = 0
-        """Training forwards that came to their end."""
-        self.tokens = 0
-        """Tokens in them."""
-        self._parts = parts
-        self._patches = parts.patches
-        self._on_last_micro_batch = parts.ties.on_last_micro_batch or _never
-        self._gather_whole = parts.ties.gather_whole
+    def __init__(self, session: Session, model: nn.Module) -> None:
+        self._session = session
+        self._gather_whole = session.ties.gather_whole
         """None: there is nothing more to be told."""
         self._frames_before = 0
-        self._as_called: AsCalled = as_it_is
         self._norms_tiled = False
-        self._tiles_came = False
-        """True from the first pass in tiles on."""
+        self._tiled_without_gradients = False
+        inner, patches = within_compiled(model), session.patches  # dynamo is at work inside, and not yet around it
+        patches.before_forward(inner, self._begins, self._compiled_begins, self._between_layers)
+        patches.after_forward(inner, self._is_over, always=True, then=lambda callback: patches.compilers.beyond(callback))
+        patches.after_forward(inner, self._ends)
 
-    def follow(self, model: nn.Module) -> None:
-        """Hook a model's forwards until the patches are undone."""
-        inner = within_compiled(model)  # dynamo is at work there, and not yet around it
-        self._patches.before_forward(inner, self._begins, self._compiled_begins, self._between_layers)
-        self._patches.after_forward(inner, self._is_over, always=True, then=self._beyond_layers)
-        self._patches.after_forward(inner, self._ends)
+    def _compiled_begins(self, callback: Any, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Do as _begins where torch.compile was asked for the whole model: its layers will be called under this callback."""
+        self._begins(module, args, kwargs, functools.partial(self._session.patches.compilers.forward, callback))
 
-    def _begins(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        parts, addresses, policy = self._parts, self._parts.addresses, self._parts.policy
-        active_forward.begins(parts)
+    def _between_layers(self, callback: Any) -> Any:
+        """Return what dynamo compiles the pieces of this pass with, if layers will break its graph into pieces."""
+        training = self._session.model().training and torch.is_grad_enabled()
+        return self._session.patches.compilers.between(callback) if training else callback
+
+    def _begins(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], as_called: AsCalled = as_it_is) -> None:
+        session = self._session
+        active_forward.begins(session)
         training = module.training and torch.is_grad_enabled()
         if training:
-            parts.slab.budget.pass_begins()
-            parts.engine.free_failed_graphs()
-            self._patches.hold()
-            if not self.count and conflicts.is_offloaded():
-                parts.warn(conflicts.OFFLOADED)
-            compiled = self._as_called is not as_it_is or (not self.count and has_compiled(module))
+            session.slab.budget.pass_begins()
+            session.engine.free_failed_graphs()
+            session.patches.hold()
+            if not session.passes and conflicts.is_offloaded():
+                session.warn(conflicts.OFFLOADED)
+            compiled = as_called is not as_it_is or (not session.passes and has_compiled(module))
             if self._gather_whole is not None and compiled:
-                self._gather_whole([layer.module() for layer in parts.layers])  # hooks inside a layer cannot be traced
+                self._gather_whole(session.modules())  # hooks inside a layer cannot be traced
                 self._gather_whole = None
             with stacks_restored():
-                self.place(module, args, kwargs)
-        long = self._is_long(args, kwargs)
-        if not self._norms_tiled and (policy.tiles is not None or long):
-            self._tile_norms(module)
-        if not self._tiles_came and (policy.tiles is not None or (long and self._tiles_unasked(module, training))):
-            self._tiles_come()
+                place(session, module, args, kwargs, as_called)
+        self._tile(module, training, session.config.tile_tokens != 0 and _tokens(args, kwargs) > LONG)
+        self._plan(training, args, kwargs)
+        self._frames_before = session.engine.traffic.frames
+
+    def _plan(self, training: bool, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Tell the planned addresses which pass begins."""
+        session, addresses, policy = self._session, self._session.addresses, self._session.policy
         if not training:
             addresses.leave_phase()
         elif policy.no_recompute:
             addresses.unplanned_pass_begins()
         elif addresses.install():  # not at attach: a model that is only evaluated (DPO's reference) leaves them to others
-            placements = policy.placements_by_requests()
-            addresses.pass_begins(shapes_of(args, kwargs), len(parts.layers) - 1, self._on_last_micro_batch(), placements)
-        self._frames_before = parts.engine.traffic.frames
+            is_last = session.ties.on_last_micro_batch
+            shapes, last = shapes_of(args, kwargs), is_last is not None and is_last()
+            addresses.pass_begins(shapes, len(session.layers) - 1, last, policy.placements_by_requests())
 
-    def _compiled_begins(self, callback: Any, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Do the same where torch.compile was asked for the whole model: its layers will be called under this callback."""
-        with changed(self, "_as_called", functools.partial(self._patches.compilers.forward, callback)):
-            self._begins(module, args, kwargs)
+    def _tile(self, model: nn.Module, training: bool, is_long: bool) -> None:
+        """Have what is outside the layers, and forwards without gradients, run in tiles where layers do, or the pass is long."""
+        session, in_tiles = self._session, self._session.policy.tiles is not None
+        if not self._norms_tiled and (in_tiles or is_long):
+            self._norms_tiled = True
+            for norm in norms_beside(model, [layer.name for layer in session.layers]):
+                session.patches.forward(norm, TiledNorm(norm, self._norm_tokens, session.warn))
+        if not self._tiled_without_gradients and (in_tiles or (is_long and self._may_tile_evaluation(model, training))):
+            self._tiled_without_gradients = True
+            for layer in session.layers:
+                if (module := layer.module()) is not None:
+                    session.patches.without_gradients(module, functools.partial(session.remat.run, layer))
 
-    def _between_layers(self, callback: Any) -> Any:
-        """Return what dynamo compiles the pieces of this pass with, if layers will break its graph into pieces."""
-        training = self._parts.model().training and torch.is_grad_enabled()
-        return self._patches.compilers.between(callback) if training else callback
-
-    def _beyond_layers(self, callback: Any) -> Any:
-        return self._patches.compilers.beyond(callback)
-
-    def place(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Place the layer calls of the training pass that begins."""
-        parts, policy, tuner = self._parts, self._parts.policy, self._parts.tuner
-        policy.follow(None)
-        if tuner and policy.layers_known:
-            policy.in_flight.forward_begins()
-            if tuner.profile is None and not tuner.gave_up:
-                parts.addresses.profile_begins()
-            training_pass = TrainingPass(shapes_of(args, kwargs), model, args, kwargs, self._as_called)
-            solution = tuner.solve(training_pass, parts.layers, policy.in_flight)
-            policy.follow(solution)
-
-    def _is_long(self, args: tuple, kwargs: dict[str, Any]) -> bool:
-        """Return True if an eager norm beside the layers would take more than its share, though layers fit whole."""
-        tokens = (math.prod(tensor.shape[:2]) for tensor in tensors_in((args, kwargs)) if tensor.dim() > 1)
-        return self._parts.config.tile_tokens != 0 and max(tokens, default=0) > LONG
-
-    def _tiles_unasked(self, model: nn.Module, training: bool) -> bool:
+    def _may_tile_evaluation(self, model: nn.Module, training: bool) -> bool:
         """Have a long forward without gradients run in tiles where no training pass came before it. Return True if it will.
 
         Under ZeRO-3 layers in tiles must be gathered whole from the same pass on, and ranks may evaluate other lengths.
         """
-        tiling = self._parts.tiling
+        tiling = self._session.tiling
         if training or tiling is None or torch.is_grad_enabled() or any(hasattr(p, "ds_id") for p in model.parameters()):
             return False
         tiling.without_gradients = Tiles(LONG)
         return True
 
-    def _tile_norms(self, model: nn.Module) -> None:
-        """Have norms beside the layers run in tiles."""
-        self._norms_tiled = True
-        for norm in norms_beside(model, [layer.name for layer in self._parts.layers]):
-            self._patches.forward(norm, TiledNorm(norm, self._norm_tokens, self._parts.warn))
-
-    def _tiles_come(self) -> None:
-        """Have layers without gradients run in tiles, too."""
-        self._tiles_came = True
-        parts = self._parts
-        for layer in parts.layers:
-            if (module := layer.module()) is not None:
-                self._patches.without_gradients(module, functools.partial(parts.remat.run, layer))
-
     def _norm_tokens(self) -> int:
         """Return the tokens of a norm's tile: of a layer's, where that is shorter."""
-        policy, tiling = self._parts.policy, self._parts.tiling
+        policy, tiling = self._session.policy, self._session.tiling
         tiles = policy.tiles if torch.is_grad_enabled() or tiling is None else tiling.without_gradients
         return min(tiles.tokens, LONG) if tiles else LONG
 
     def _is_over(self, module: nn.Module, args: tuple, output: Any) -> None:
-        active_forward.ends(self._parts)
-        self._parts.slab.budget.forward_over()
+        active_forward.ends(self._session)
+        self._session.slab.budget.forward_over()
         # Without an output this forward raised. With one, an exception from before it may still be active in the caller.
         if output is None and module.training and isinstance(sys.exc_info()[1], torch.OutOfMemoryError):
-            self.ran_out()
+            ran_out(self._session)
 
     def _ends(self, module: nn.Module, args: tuple, output: Any) -> None:
-        parts, policy = self._parts, self._parts.policy
-        frames, layers = parts.engine.traffic.frames, len(parts.layers)
+        session, policy = self._session, self._session.policy
+        frames, layers = session.engine.traffic.frames, len(session.layers)
         if not policy.layers_known and not layers and frames:
-            parts.warn(
+            session.warn(
                 "ds_memo.checkpoint was called with functions of no module: such a call is not known again in the next pass, so "
                 "alpha stays 0 and memo.alpha and memo.resident_layers count for nothing. Give it modules, or their bound methods"
             )
@@ -173,24 +134,41 @@ class Passes:
             return
         if policy.pass_solution:
             policy.in_flight.forward_ended(output)
-        parts.addresses.forward_ended()
-        self.count += 1
+        session.addresses.forward_ended()
+        session.passes += 1
         if frames > self._frames_before or policy.no_recompute:
-            self.tokens += math.prod(parts.hidden_shape()[:-1])
+            session.tokens += math.prod(session.hidden_shape()[:-1])
         else:
-            parts.warn(
+            session.warn(
                 f"{type(module).__name__} ran a training forward and none of its {layers} layers came through ds_memo: "
                 "it has no effect. Name the layers that are called in memo.layers"
             )
 
-    def ran_out(self) -> None:
-        """Say what can be done after the device refused memory to a training pass."""
-        parts = self._parts
-        seen = device_usage(parts.engine.device)
-        has = parts.config.device_memory_gib or (seen["total"] / GIB if seen else None)
-        less = f"of less than {has:.4g}" if has else "that is smaller"
-        parts.warn(
-            "a training pass ran out of device memory: head, loss, kernels and gaps between blocks took more than was left to "
-            f"them. A memo.device_memory_gib {less} leaves them more; where layers keep next to nothing already, shorter "
-            "sequences help, or more ranks to a sequence"
-        )
+
+def place(session: Session, model: nn.Module, args: tuple, kwargs: dict[str, Any], as_called: AsCalled = as_it_is) -> None:
+    """Place the layer calls of the training pass that begins."""
+    policy, tuner = session.policy, session.tuner
+    policy.follow(None)
+    if tuner and policy.layers_known:
+        policy.in_flight.forward_begins()
+        if tuner.profile is None and not tuner.gave_up:
+            session.addresses.profile_begins()
+        training_pass = TrainingPass(shapes_of(args, kwargs), model, args, kwargs, as_called)
+        solution = tuner.solve(training_pass, session.layers, policy.in_flight)
+        policy.follow(solution)
+
+
+def ran_out(session: Session) -> None:
+    """Say what can be done after the device refused memory to a training pass."""
+    seen = device_usage(session.engine.device)
+    has = session.config.device_memory_gib or (seen["total"] / GIB if seen else None)
+    less = f"of less than {has:.4g}" if has else "that is smaller"
+    session.warn(
+        "a training pass ran out of device memory: head, loss, kernels and gaps between blocks took more than was left to "
+        f"them. A memo.device_memory_gib {less} leaves them more; where layers keep next to nothing already, shorter "
+        "sequences help, or more ranks to a sequence"
+    )
+
+
+def _tokens(args: tuple, kwargs: dict[str, Any]) -> int:
+    return max((math.prod(tensor.shape[:2]) for tensor in tensors_in((args, kwargs)) if tensor.dim() > 1), default=0)

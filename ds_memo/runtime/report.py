@@ -4,16 +4,22 @@ from __future__ import annotations
 
 from ds_memo.placement import PlacementKind
 from ds_memo.remat.call import Work
-from ds_memo.runtime.parts import Parts
-from ds_memo.runtime.throughput import Speed, model_flops_utilization
+from ds_memo.runtime.session import Session
+from ds_memo.runtime.throughput import model_flops_utilization
 from ds_memo.sequence.parts import PARTS
 from ds_memo.show.report_table import Report
 
 
-def report(parts: Parts, speed: Speed) -> Report:
-    engine, policy, slab, solution = parts.engine, parts.policy, parts.slab, parts.policy.pass_solution
+def report(session: Session) -> Report:
+    """Return what is set and what happened so far; bytes, seconds and counts of this rank.
+
+    Raises:
+        MemoError: after ``detach()``.
+    """
+    session.refuse_detached()
+    engine, policy, slab, solution = session.engine, session.policy, session.slab, session.policy.pass_solution
     traffic, on_device = engine.traffic, policy.calls(PlacementKind.ON_DEVICE)
-    step_s, tokens_per_s = speed.medians()
+    step_s, tokens_per_s = session.speed.medians()
     return Report(
         active=traffic.bytes_to_host > 0,
         alpha=policy.alpha_used,
@@ -23,16 +29,16 @@ def report(parts: Parts, speed: Speed) -> Report:
         layers_without_recompute=policy.calls(PlacementKind.NO_RECOMPUTE),
         binding=policy.binding,
         checkpointing=not policy.no_recompute,
-        layers=len(parts.layers),
+        layers=len(session.layers),
         frames=traffic.frames,
         bytes_to_host=traffic.bytes_to_host,
         bytes_from_host=traffic.bytes_from_host,
         stored_bytes_per_layer=[
             0 if policy.is_without_recompute(layer) or not layer.latest else layer.latest.layout.stored_bytes
-            for layer in parts.layers
+            for layer in session.layers
         ],
-        gemm_flops_recomputed_fraction=_recomputed(parts.remat.work, traffic.frames),
-        attention_recomputed=parts.remat.work.attention_ops_recomputed,
+        gemm_flops_recomputed_fraction=_recomputed(session.remat.work, traffic.frames),
+        attention_recomputed=session.remat.work.attention_ops_recomputed,
         host={
             "budget": slab.budget.share,
             "slab": slab.size,
@@ -44,28 +50,28 @@ def report(parts: Parts, speed: Speed) -> Report:
         predicted=solution.predicted() if solution else None,
         step_s=step_s,
         tokens_per_s=tokens_per_s,
-        mfu=model_flops_utilization(parts.model(), parts.hidden_shape(), tokens_per_s, engine.device),
-        eager_attention=dict(parts.eager_attention),
-        tiles=parts.tiling.report() if parts.tiling else None,
-        logits=_logits(parts),
-        sequence=_sequence(parts),
-        profile=parts.tuner.report() if parts.tuner else None,
-        plan=parts.addresses.report(),
-        nvme=parts.drives.report() if parts.drives else None,
-        warnings=list(parts.warnings),
+        mfu=model_flops_utilization(session.model(), session.hidden_shape(), tokens_per_s, engine.device),
+        eager_attention=dict(session.eager_attention),
+        tiles=session.tiling.report() if session.tiling else None,
+        logits=_logits(session),
+        sequence=_sequence(session),
+        profile=session.tuner.report() if session.tuner else None,
+        plan=session.addresses.report(),
+        nvme=session.drives.report() if session.drives else None,
+        warnings=list(session.warnings),
     )
 
 
-def _logits(parts: Parts) -> dict[str, int] | None:
+def _logits(session: Session) -> dict[str, int] | None:
     """Return the rows of a tile and the calls that gave lazy logits; None: logits are whole by configuration, or of no head."""
-    if not parts.heads:
+    if not session.heads:
         return None
-    return {"tile_rows": max(head.rows for head in parts.heads), "lazy_calls": sum(head.lazy_calls for head in parts.heads)}
+    return {"tile_rows": max(head.rows for head in session.heads), "lazy_calls": sum(head.lazy_calls for head in session.heads)}
 
 
-def _sequence(parts: Parts) -> dict[str, int] | None:
+def _sequence(session: Session) -> dict[str, int] | None:
     """Return how many ranks share a sequence, and how they do; None: each rank has whole sequences, or DeepSpeed shares them."""
-    modules = (layer.module() for layer in parts.layers)
+    modules = (layer.module() for layer in session.layers)
     shared = next((found for module in modules if module is not None and (found := vars(module).get(PARTS))), None)
     if shared is None:
         return None

@@ -1,37 +1,86 @@
-"""Session: one model under ds_memo, from attach to detach. Users hold a MemoHandle; everything here is internal."""
+"""Session: one model under ds_memo, from attach to detach. Users hold a MemoHandle; everything here is internal.
+
+The session has the state and makes it in one stage. Passes (passes.py), optimizer steps (steps.py) and the report (report.py) are
+functions of it.
+"""
 
 from __future__ import annotations
 
 import functools
+import re
 import sys
+import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from ds_memo.autotune.drives import Drives
+from ds_memo.autotune.policy import RESIDENTS, PlacementPolicy
+from ds_memo.autotune.tuner import Tuner
 from ds_memo.config import MemoConfig
-from ds_memo.errors import MemoError
+from ds_memo.errors import MemoError, MemoWarning
 from ds_memo.hf.attention import catch_attention, keep_unobserved_attention, use_one_op
+from ds_memo.layer_observer import LayerObserver
 from ds_memo.logits.lazy_head import LazyHead
 from ds_memo.memory.device import device_usage
+from ds_memo.memory.host import budget_bytes, ranks_on_node
+from ds_memo.nvme.file_home import FileHome
+from ds_memo.nvme.open_files import open_files
+from ds_memo.planned_alloc.runtime import Addresses
+from ds_memo.remat.checkpoint import Remat
 from ds_memo.remat.diagnostics import within_compiled
 from ds_memo.remat.layer import Layer
 from ds_memo.remat.modes import inside_a_layer
 from ds_memo.runtime import active_forward, conflicts
 from ds_memo.runtime.lazy_heads import LazyHeads
-from ds_memo.runtime.module_patches import Patched, nothing
-from ds_memo.runtime.parts import EngineTies, Parts
-from ds_memo.runtime.passes import Passes
-from ds_memo.runtime.report import report
-from ds_memo.runtime.steps import Steps
-from ds_memo.show.report_table import Report
+from ds_memo.runtime.module_patches import ModulePatches, Patched, nothing
+from ds_memo.runtime.throughput import Speed
+from ds_memo.swap.engine import SwapEngine
+from ds_memo.swap.host_budget import promised_bytes, shared_pool
+from ds_memo.swap.host_slab import HostSlab
+from ds_memo.swap.pinned_segments import memlock_binds
+from ds_memo.swap.streams import streams_for
+from ds_memo.tiles.tiling import Tiling
 from ds_memo.units import GIB
 
+_SIZE = re.compile(r"\b\d[\d,.]*(e[+-]\d+)?(?= (tokens|bytes|GiB)\b)")
 
-class Session(Parts):
-    """A model under ds_memo. Made by attach_model; the arguments are those of Parts."""
+
+@dataclass(frozen=True)
+class EngineTies:
+    """Ties of an engine to the session of its model. The defaults are a session's without an engine."""
+
+    of_engine: bool = False
+    """True: an engine attaches the model; else ds_memo.attach does."""
+    agree_on_host: Callable[[int], int] = int
+    """Returns the host budget of all ranks, in bytes, for that of this rank. All ranks call it together."""
+    observers: tuple[LayerObserver, ...] = ()
+    """Observers that are called before all others."""
+    before_probe: Callable[[], None] = nothing
+    """Called before a forward is probed."""
+    gather_whole: Callable[[Sequence[nn.Module]], None] | None = None
+    """Has ZeRO-3 gather each of these layers at once from now on, as tiles need it. All ranks call it together. None: it cannot
+    be told."""
+    on_last_micro_batch: Callable[[], bool] | None = None
+    """Returns True if an optimizer step follows the present micro-batch; None: steps may not be told of."""
+    tell_what_moved: Callable[[Any], bool] | None = None
+    """Called with the session after each step until it returns True. None: no line is printed."""
+
+
+class Session:
+    """A model under ds_memo. Made by attach_model.
+
+    Args:
+        model: kept alive by others.
+        config: checked.
+        layers: their names and modules, checked, in the order of the model.
+        device: where they compute, with its index.
+        ties: what an engine brings.
+    """
 
     def __init__(
         self,
@@ -41,46 +90,110 @@ class Session(Parts):
         device: torch.device,
         ties: EngineTies,
     ) -> None:
-        super().__init__(model, config, layers, device, ties)
-        self.passes = Passes(self)
-        self.steps = Steps(self, self.passes)
+        if config.ablation == "full_swap":
+            residents = RESIDENTS if config.resident_layers is None else config.resident_layers
+            config = config.model_copy(update={"alpha": 1.0, "resident_layers": residents})
+        self.model = weakref.ref(model)
+        self.config = config
+        self.ties = ties
+        self.warnings: list[str] = []
+        self._warned: set[str] = set()
+        self.patches = ModulePatches()
+        """Changes of the model, and how they are undone."""
+        self.heads: list[LazyHead] = []
+        """Output heads that return lazy logits."""
+        self.eager_attention: dict[str, str] = {}
+        """How attention runs for which Transformers has an eager function alone, by class."""
+        self.drives: Drives | None = None
+        """None: host memory is all there is."""
+        self.passes = self.tokens = 0
+        """Training forwards that came to their end, and the tokens in them."""
+        self.speed = Speed()
+        self.tell_what_moved = ties.tell_what_moved
+        """None: the line is printed already, or is not wanted."""
         self._detached = False
-        self._entry = Patched(self._run, nothing, self._run_compiled)
+        self.layers = [Layer(index, name, module) for index, (name, module) in enumerate(layers)]
         self._by_module = weakref.WeakKeyDictionary(
             {module: layer for layer, (_, module) in zip(self.layers, layers, strict=True)}
         )
+        self._entry = Patched(self._run, nothing, self._run_compiled)
+        undo_with = self.patches.undo_with
         try:
-            self._change(model, layers)
+            self.slab = self._make_slab(device)
+            undo_with(self.slab.close)
+            self.engine = self._make_engine(device)
+            undo_with(self.engine.close)
+            self.addresses = Addresses(device, config.plan, self.warn, steps_happen=ties.on_last_micro_batch is not None)
+            undo_with(self.addresses.close)
+            budget = self.drives.budget if self.drives else 0
+            self.policy = PlacementPolicy(config, self.layers, self.slab.budget, self.warn, budget)
+            self.tiling = Tiling(self.policy.tiles) if config.may_tile else None
+            if self.tiling is not None:
+                undo_with(self.tiling.close)
+            observers, addresses = (*ties.observers, self.addresses), self.addresses
+            self.remat = Remat(self.engine, self.policy, self.warn, config.attention, observers, self.tiling, addresses.aside)
+            self.tuner = None if self.policy.fixed else self._make_tuner()
+            self._patch(model, layers)
         except BaseException:
             self.patches.undo()
             raise
 
-    def _change(self, model: nn.Module, layers: list[tuple[str, nn.Module]]) -> None:
+    def _make_slab(self, device: torch.device) -> HostSlab:
+        given = self.config.host_memory_gib
+        pool = shared_pool(given, device)
+        promised, locked = promised_bytes(pool), pool.pinned and memlock_binds()
+        budget = budget_bytes(given, ranks_on_node(), locked, promised, pool.size)
+        if promised and given is None:
+            self.warn(
+                f"attached models of this process with a memo.host_memory_gib may still take {promised / GIB:.3g} GiB, and leave "
+                f"{budget / GIB:.3g} GiB of host memory to this one. Give all the same, or none, and they share it. Of one that "
+                "is done engine.destroy() gives it back (of a Trainer trainer.model_wrapped.destroy()), or handle.detach()"
+            )
+        return HostSlab(self.ties.agree_on_host(budget), pool)
+
+    def _make_engine(self, device: torch.device) -> SwapEngine:
+        streams = streams_for(device)
+        if self.config.nvme is None:
+            return SwapEngine(streams, self.slab, device)
+        try:
+            opened = open_files(self.config.nvme, device, streams, self.ties.agree_on_host, self.warn)
+        except BaseException:
+            streams.close()
+            raise
+        self.drives = Drives(self.config.nvme.max_tb_per_day, opened, self.slab.budget, device)
+        return SwapEngine(streams, self.slab, device, FileHome(streams, self.slab, opened, self.warn))
+
+    def _make_tuner(self) -> Tuner:
+        ties, warn = self.ties, self.warn
+        before = ties.before_probe, ties.gather_whole
+        return Tuner(self.config, self.remat, self.addresses, warn, ties.of_engine, *before, self.drives, self.heads)
+
+    def _patch(self, model: nn.Module, layers: list[tuple[str, nn.Module]]) -> None:
+        patches = self.patches
         for layer, (_, module) in zip(self.layers, layers, strict=True):
-            self.patches.layer(module, functools.partial(self.remat.run, layer))
+            patches.layer(module, functools.partial(self.remat.run, layer))
         if self.config.may_tile:
-            catch_attention(self.patches.undo_with)
-        self.patches.model(model, self.run)
-        keep_unobserved_attention(self.patches.undo_with)
+            catch_attention(patches.undo_with)
+        patches.model(model, self.run)
+        keep_unobserved_attention(patches.undo_with)
         if self.config.attention != "eager":
-            use_one_op(model, self.eager_attention, self.warn, self.patches.undo_with)
+            use_one_op(model, self.eager_attention, self.warn, patches.undo_with)
         for name, module in layers[:1]:
-            self.patches.before_forward(module, conflicts.MaskWatch(name, self.warn))
+            patches.before_forward(module, conflicts.MaskWatch(name, self.warn))
         if self.config.kernels.cross_entropy is None:
-            self._make_logits_lazy(model)
-        self.passes.follow(model)
+            usage, given = device_usage(self.engine.device), self.config.device_memory_gib
+            device_bytes = int(given * GIB) if given else usage["total"] if usage else sys.maxsize
+            lazy = LazyHeads(model, self.heads, patches, lambda head: LazyHead(head, device_bytes, self.warn))
+            patches.before_forward(within_compiled(model), lazy.find)
 
-    def _make_logits_lazy(self, model: nn.Module) -> None:
-        usage, given = device_usage(self.engine.device), self.config.device_memory_gib
-        device_bytes = int(given * GIB) if given else usage["total"] if usage else sys.maxsize
-        lazy = LazyHeads(model, self.heads, self.patches, lambda head: LazyHead(head, device_bytes, self.warn))
-        self.patches.before_forward(within_compiled(model), lazy.find)
+    def warn(self, message: str) -> None:
+        """Warn and show it in the report: once, also where sizes differ from those of an earlier one (another batch)."""
+        if (wording := _SIZE.sub("", message)) not in self._warned:
+            self._warned.add(wording)
+            self.warnings.append(message)
+            warnings.warn(message, MemoWarning, stacklevel=3)
 
-    def heads_of_modules(self) -> list[nn.Module]:
-        """Return the output heads with modules inside (LoRA's), which ZeRO-3 must gather at once: tiles call them."""
-        return [module for head in self.heads if (module := head.module()) is not None and any(module.children())]
-
-    # ---- layer calls
+    # ---- layers
 
     def run(self, fn: Callable[..., Any], /, *args: Any, preserve_rng_state: bool = True, **kwargs: Any) -> Any:
         """Call ``fn(*args, **kwargs)`` as a layer."""
@@ -112,11 +225,20 @@ class Session(Parts):
         """Return True if a call of this module comes through memo by itself."""
         return module in self._by_module
 
-    # ---- the end
+    def modules(self) -> list[nn.Module]:
+        """Return the layers' modules, in the order of the model."""
+        return [module for layer in self.layers if (module := layer.module()) is not None]
 
-    def on_detach(self, undo: Callable[[], Any], last: bool = False) -> None:
-        """Call this too when the model is detached; `last`: after all else, for what was changed before."""
-        self.patches.undo_with(undo, last)
+    def hidden_shape(self) -> tuple[int, ...]:
+        """Return the shape of what last came into the first layer that is in use, normally (b, s, h); (0,): not known."""
+        if self.policy.pass_solution is not None:
+            shape = self.policy.pass_solution.shape
+            return (shape.batch, shape.length, *shape.rest)
+        inputs = (kept for layer in self.layers if layer.latest for kept in layer.latest.inputs if kept)
+        kept = next(inputs, None)
+        return kept.shape if kept else (0,)
+
+    # ---- the end
 
     def detach(self) -> None:
         """Give the model back as it was. Graphs made before can no longer be run backward."""
@@ -128,17 +250,10 @@ class Session(Parts):
         active_forward.ends(self)
         self.patches.undo()
 
-    # ---- the report
-
-    def report(self) -> Report:
-        """Return what is set and what happened so far; bytes, seconds and counts of this rank.
-
-        Raises:
-            MemoError: after ``detach()``.
-        """
+    def refuse_detached(self) -> None:
+        """Raise MemoError after ``detach()``."""
         if self._detached:
             raise MemoError("this handle is detached; there is nothing to report. Attach the model again.")
-        return report(self, self.steps.speed)
 
 
 def module_of(fn: Any) -> nn.Module | None:

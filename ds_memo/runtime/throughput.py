@@ -32,10 +32,6 @@ class Speed:
         """Optimizer steps so far."""
         self._latest: deque[_Step] = deque(maxlen=_STEPS + 1)
 
-    @property
-    def before_first_step(self) -> bool:
-        return not self.steps
-
     def stepped(self, now: float, tokens: int, unsettled: int = 0) -> None:
         """Note the end of an optimizer step.
 

@@ -20,19 +20,17 @@ from ds_memo.errors import MemoError, quoted
 from ds_memo.files import read_text
 from ds_memo.units import size
 
-_NEEDED = (
-    *("active", "alpha", "resident_layers", "layers_on_device", "binding", "layers", "bytes_to_host", "bytes_from_host"),
-    *("stored_bytes_per_layer", "gemm_flops_recomputed_fraction", "attention_recomputed", "host", "stall_s", "plan", "warnings"),
-)
-"""Keys without which a dict is no report."""
-_NON_LAYER = {"forward": "forward", "head": "head and loss", "backward": "backward", "always": "other streams"}
-_PARTS = {
+_BYTES_OF = {
     "frames": "frames on the device",
     "reload_buffers": "reload buffers",
     "layer": "one layer",
+    "forward": "forward",
     "head": "head and loss",
+    "backward": "backward",
+    "always": "other streams",
     "non_layer": "non-layer memory",
 }
+"""Parts of the predicted device bytes, by the report's keys."""
 _OTHERS = {"layers_without_gemms": "without GEMMs", "layers_without_recompute": "without recompute"}
 """Layers on the device that are not resident, by the report's key."""
 _BAR = 30
@@ -71,8 +69,8 @@ def read_report(text: str, name: str) -> Report:
     report = data.get("report", data) if isinstance(data, dict) else data
     if not isinstance(report, dict):
         raise ReportError(f"{name}: expected a report, or metrics of a run with memo; got {_in_words(data)}")
-    if missing := [key for key in _NEEDED if key not in report]:
-        raise ReportError(f"{name}: this is no report of ds_memo: it has no {', '.join(missing[:3])}")
+    if "binding" not in report:
+        raise ReportError(f"{name}: this is no report of ds_memo: it has no binding")
     return Report(report)
 
 
@@ -137,11 +135,9 @@ def _lines(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             "predicted",
             f"{predicted['layers_s']:.4g} s for the layers of a pass; {size(predicted['host_bytes'])} host, {device} device",
         )
-        if parts := predicted.get("device_bytes_by_part"):
-            yield "at the peak", ", ".join(f"{size(parts[part])} {name}" for part, name in _PARTS.items() if parts.get(part))
-        others = predicted["beside_bytes"]
-        if found := [f"{size(others[part])} {name}" for part, name in _NON_LAYER.items() if others.get(part)]:
-            yield "non-layer memory", ", ".join(found)
+        for name, parts in (("at the peak", predicted["device_bytes_by_part"]), ("non-layer memory", predicted["beside_bytes"])):
+            if found := [f"{size(parts[part])} {words}" for part, words in _BYTES_OF.items() if parts.get(part)]:
+                yield name, ", ".join(found)
     if profile := report.get("profile"):
         rates = (f"{profile[f'{way}_bytes_per_s'] / 1e9:.3g} GB/s {way}" for way in ("d2h", "h2d"))
         source = ", from the cache" if profile["from_cache"] else ""

@@ -25,12 +25,12 @@ def draw_sweep(found: Sequence[Estimate], form: str) -> bytes:
     speed, memory = figure.subplots(1, 2)
     question = found[0].question
     for colour, method in zip(COLOURS, dict.fromkeys(answer.question.method for answer in found), strict=False):
-        mine = [answer for answer in found if answer.question.method == method]
-        fits = [answer for answer in mine if answer.status == "ok"]
-        lengths = [answer.question.seq_length for answer in mine]
+        of_method = [answer for answer in found if answer.question.method == method]
+        fits = [answer for answer in of_method if answer.status == "ok"]
+        lengths = [answer.question.seq_length for answer in of_method]
         speed.plot([a.question.seq_length for a in fits], [100 * (a.mfu or 0) for a in fits], "o-", color=colour, label=method)
-        memory.plot(lengths, [a.device_total / GIB for a in mine], "o-", color=colour)
-        ends = next((answer for answer in mine if answer.status != "ok"), None)
+        memory.plot(lengths, [a.device_total / GIB for a in of_method], "o-", color=colour)
+        ends = next((answer for answer in of_method if answer.status != "ok"), None)
         if ends is not None and fits:
             speed.plot(fits[-1].question.seq_length, 100 * (fits[-1].mfu or 0), "x", color=colour, markersize=12)
     memory.axhline(question.hardware.device_memory / GIB, color="crimson", linewidth=1.2, label="device memory")

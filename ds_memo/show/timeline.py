@@ -52,17 +52,17 @@ def as_html(spans: Sequence[TimelineSpan], title: str) -> str:
         raise MissingPackage("an HTML timeline needs plotly: pip install 'ds_memo[plot]'; a .json one needs nothing") from e
     figure = go.Figure()
     for kind, colour in COLOURS.items():
-        mine = [span for span in spans if span.kind == kind]
-        if not mine:
+        of_kind = [span for span in spans if span.kind == kind]
+        if not of_kind:
             continue
         figure.add_bar(
             orientation="h",
-            x=[span.end - span.begin for span in mine],
-            base=[span.begin for span in mine],
-            y=[span.stream for span in mine],
-            name=f"{kind}, {sum(span.end - span.begin for span in mine):,.2f} s in all",
+            x=[span.end - span.begin for span in of_kind],
+            base=[span.begin for span in of_kind],
+            y=[span.stream for span in of_kind],
+            name=f"{kind}, {sum(span.end - span.begin for span in of_kind):,.2f} s in all",
             marker={"color": colour, "line": {"color": "white", "width": 0.5}},
-            customdata=[[span.name, span.begin, span.end] for span in mine],
+            customdata=[[span.name, span.begin, span.end] for span in of_kind],
             hovertemplate="%{customdata[0]}<br>%{customdata[1]:.4f} s to %{customdata[2]:.4f} s<extra></extra>",
         )
     figure.update_layout(

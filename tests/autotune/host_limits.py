@@ -17,7 +17,7 @@ import torch
 
 import ds_memo
 from ds_memo.memory import host as host_memory
-from ds_memo.runtime import parts
+from ds_memo.runtime import session
 from ds_memo.swap import host_pool as pool
 from ds_memo.swap import pinned_segments
 from tests.inside import inside
@@ -64,7 +64,7 @@ def lock_as_cuda_would(look: bool) -> None:
     pool.HostPool.__init__ = locked
     torch.cuda.current_stream = torch.cuda.set_device = lambda *args: None
     budget = host_memory.budget_bytes
-    parts.budget_bytes = lambda gib, ranks, _, *rest: budget(gib, ranks, look and pinned_segments.memlock_binds(), *rest)
+    session.budget_bytes = lambda gib, ranks, _, *rest: budget(gib, ranks, look and pinned_segments.memlock_binds(), *rest)
 
 
 def train(batch: Batch, device_memory_gib: float, said: dict[str, Any]) -> None:

@@ -40,7 +40,7 @@ def test_as_much_as_the_host_holds(budget: int, alpha: float) -> None:
     policy, layers = make_policy(budget=budget + 2 * (1 << 16))  # what alignment may take of two frames
     assert policy.calls(PlacementKind.ON_DEVICE) == [2, 3]
     assert settled(policy, layers[0]) == pytest.approx(alpha)
-    assert policy.binding.startswith("all rows fit" if alpha == 1 else "host memory")
+    assert policy.binding.startswith("nothing: all rows fit" if alpha == 1 else "host memory")
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import ds_memo
+from ds_memo.runtime.passes import place
 from tests.inside import inside
 from tests.models import HIDDEN, Batch, Outcome, Toy, assert_same, build, compare_with_stock, gradients, step
 
@@ -92,7 +93,7 @@ def test_nothing_is_left_of_the_measuring() -> None:
     handle = attached(model)
     torch.manual_seed(5)
     before = torch.get_rng_state()
-    inside(handle).passes.place(model, (), {"inputs_embeds": BATCH.embeds, "labels": BATCH.labels})
+    place(inside(handle), model, (), {"inputs_embeds": BATCH.embeds, "labels": BATCH.labels})
     assert torch.equal(torch.get_rng_state(), before)
     assert all(parameter.grad is None for parameter in model.parameters())
     assert inside(handle).policy.pass_solution is not None

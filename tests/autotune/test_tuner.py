@@ -12,10 +12,12 @@ import pytest
 import torch
 
 import ds_memo
-from ds_memo.autotune import copy_stalls as stalls
+from ds_memo.autotune import learning
+from ds_memo.autotune.learning import Link, Totals
 from ds_memo.distributed import agree
 from ds_memo.placement import PlacementKind, spread
 from ds_memo.profile.layer import measure
+from ds_memo.runtime.passes import place as place_calls
 from ds_memo.solve import headroom
 from ds_memo.solve.memory import device_bytes
 from ds_memo.solve.placement_kinds import place
@@ -260,7 +262,7 @@ def test_another_length_is_solved_without_measuring(costs: Any, monkeypatch: pyt
 # ---- between steps
 
 
-def test_alpha_is_lowered_and_the_report_says_so(costs: Any) -> None:
+def test_alpha_is_lowered_and_the_report_says_so(costs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stalls are made up: the schedule that they stand for is another one's business."""
     model = build("llama")
     handle = attached(model, **budgets(costs, 1, 5))
@@ -273,7 +275,8 @@ def test_alpha_is_lowered_and_the_report_says_so(costs: Any) -> None:
     step(model, BATCH)
     before = handle.report()["alpha"]
     assert before == 1.0
-    pilot._copies_are_slower(1e-5)
+    monkeypatch.setattr(Link, "measured", lambda *_: 1e-5)
+    pilot._learn(Totals(1), comparable=True)
     step(model, BATCH)
     report = handle.report()
     assert report["alpha"] < before
@@ -286,9 +289,9 @@ def test_alpha_is_lowered_and_the_report_says_so(costs: Any) -> None:
 @pytest.mark.parametrize("link, slow", [(1.5e7, True), (1e12, False)], ids=["slow link", "as profiled"])
 def test_copies_that_are_slower_than_profiled(costs: Any, link: float, slow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Real steps, copies and stalls. A busy test machine stalls too, so only half of a step counts as slow here."""
-    monkeypatch.setattr(stalls, "TOLERATED", 0.5)
-    monkeypatch.setattr(stalls, "WINDOW", 2)
-    monkeypatch.setattr("ds_memo.runtime.parts.streams_for", lambda device: Throttled(link, link))
+    monkeypatch.setattr(learning, "TOLERATED", 0.5)
+    monkeypatch.setattr(learning, "WINDOW", 2)
+    monkeypatch.setattr("ds_memo.runtime.session.streams_for", lambda device: Throttled(link, link))
     monkeypatch.setattr("ds_memo.profile.bandwidth.streams_for", lambda device: Throttled(1e9, 1e9))  # so that 1 % of it is slow
     model = build("llama")
     stock = copy.deepcopy(model)
@@ -360,7 +363,7 @@ def test_after_a_refusal_the_tuner_asks_for_less(costs: Any, monkeypatch: pytest
     model = build("llama")
     stock = copy.deepcopy(model)
     handle = attached(model, resident_layers=0, **budgets(costs, 0, 5))
-    inside(handle).passes.place(model, (), {"inputs_embeds": BATCH.embeds, "labels": BATCH.labels})
+    place_calls(inside(handle), model, (), {"inputs_embeds": BATCH.embeds, "labels": BATCH.labels})
     asked = handle.report()["predicted"]["host_bytes"]
     with monkeypatch.context() as patch:
         Refusing(patch, LAYERS - 1)

@@ -10,7 +10,7 @@ import torch
 
 import ds_memo
 from ds_memo.autotune import model_profile as profiling
-from ds_memo.autotune import tuner
+from ds_memo.autotune import ranks
 from ds_memo.autotune.budgets import Budgets
 from ds_memo.deepspeed import initialize as integration
 from ds_memo.deepspeed.run_ahead_limit import AHEAD, RunAheadLimit
@@ -91,7 +91,7 @@ def test_zero_3_is_looked_at_until_it_has_settled(stage: int, monkeypatch: pytes
     ]
     left = iter([*seen, NonLayerMemory(head=9 * MIB)])
     monkeypatch.setattr(Addresses, "non_layer_memory", lambda *_: next(left))
-    monkeypatch.setattr(tuner, "meet_in_layers", lambda model: stage == 3)  # one rank has nothing to gather
+    monkeypatch.setattr(ranks, "meet_in_layers", lambda model: stage == 3)  # one rank has nothing to gather
     engine = trained(stage, steps=5)
     run = inside(engine.memo).policy.pass_solution.run
     engine.destroy()
@@ -198,7 +198,7 @@ def test_no_pass_waits_for_one_that_was_interrupted() -> None:
 @pytest.mark.parametrize("meets", [True, False])
 def test_layers_that_are_gathered_tell_when_they_run(meets: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where everything fits and none of them is checkpointed, too."""
-    monkeypatch.setattr(tuner, "meet_in_layers", lambda model: meets)
+    monkeypatch.setattr(ranks, "meet_in_layers", lambda model: meets)
     engine = start(ds_config(3, memo={"enabled": True}))
     train(engine, steps=1)
     device = Device()

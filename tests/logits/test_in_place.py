@@ -55,8 +55,9 @@ WHOLE = """
     x.scatter_add_(-1, SOME, PIECE)  x[:, SOME[0, :, 0]] = 0.1
     x[:1].mul_(2).add_(1)  x.addcmul_(FULL, FULL)  x.untyped_storage()  x.data_ptr()
     nn.ReLU(inplace=True)(x)  x[..., COLUMNS] += PIECE  x[:, 1:, [1, 0]] = 2  x[1:][0] = x[0]
-    x[..., 3:6] *= 2  x[..., 3:6].sub_(1)  x[:, 5:9] /= 3  x[:, 5:9, :7].mul_(2)  x[:, 3] = 0.0  x[0].mul_(2)  x[:, -1].mul_(2)
-    torch.ops.aten.mul_(x, 2)  x.detach().mul_(2)  x[:, 1:].detach().add_(1)  x.index_put_((torch.tensor([1]),), FULL[0])
+    x[..., 3:6] *= 2  x[..., 3:6].sub_(1)  x[:, 5:9] /= 3  x[:, 5:9, :7].mul_(2)  x[:, 3] = 0.0  x[0].mul_(2)
+    x[:1].mul_(2).add_(1)  torch.ops.aten.mul_(x, 2)  x.detach().mul_(2)  x[:, 1:].detach().add_(1)
+    x.index_put_((torch.tensor([1]),), FULL[0])
 """
 THROUGH_OTHERS = """
     x.narrow(-1, 0, 3).zero_()  x.flatten().mul_(2)  x.expand(BATCH, LENGTH, VOCAB).mul_(2)

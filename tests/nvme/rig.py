@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
-import ds_memo.runtime.parts as parts_module
+import ds_memo.runtime.session as session_module
 from ds_memo.nvme import direct_files
 from ds_memo.nvme.file_home import FileHome
 from ds_memo.runtime.session import Session
@@ -74,7 +74,7 @@ def attached_with_files(
     engine: type[SwapEngine] = SwapEngine,
 ) -> Iterator[Session]:
     """Attach over files below a path, to a host of so many bytes. A checker of order also follows the files."""
-    open_files = parts_module.open_files
+    open_files = session_module.open_files
 
     def opened(*args: Any) -> Any:
         files = open_files(*args)
@@ -82,6 +82,6 @@ def attached_with_files(
 
     more = {"nvme": {"path": str(path), "gib": FILES_GIB}, "host_memory_gib": host_of(host_bytes)}
     with ExitStack() as patches:
-        patches.enter_context(mock.patch.object(parts_module, "FileHome", home))
-        patches.enter_context(mock.patch.object(parts_module, "open_files", opened))
+        patches.enter_context(mock.patch.object(session_module, "FileHome", home))
+        patches.enter_context(mock.patch.object(session_module, "open_files", opened))
         yield patches.enter_context(attached(model, streams, config | more, engine, slab))

@@ -25,9 +25,9 @@ PLANNED = {"alpha": 0.5, "resident_layers": 1, "plan": {"enabled": True}}
 
 def test_nothing_before_two_steps() -> None:
     speed = Speed()
-    assert speed.before_first_step and speed.medians() == (None, None)
+    assert not speed.steps and speed.medians() == (None, None)
     speed.stepped(1.0, 0)
-    assert not speed.before_first_step and speed.medians() == (None, None)
+    assert speed.steps == 1 and speed.medians() == (None, None)
 
 
 def test_medians_are_of_steps_and_not_of_their_sum() -> None:
@@ -111,7 +111,7 @@ def test_which_steps_of_training_are_settled(memo: dict[str, Any], settled: list
         model(inputs_embeds=batch.embeds, labels=batch.labels).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        seen.append(inside(handle).steps.speed._latest[-1].unsettled)
+        seen.append(inside(handle).speed._latest[-1].unsettled)
     assert [int(now == before) for before, now in itertools.pairwise(seen)] == settled
 
 

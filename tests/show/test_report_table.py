@@ -92,7 +92,7 @@ def test_the_command(report: dict, tmp_path: Path, capsys: pytest.CaptureFixture
         ("[" * 100_000, "expected JSON"),
         ("[1]", "got a list"),
         ('{"report": null}', "metrics of a run without memo"),
-        ('{"alpha": 1}', "no report of ds_memo: it has no active, resident_layers"),
+        ('{"alpha": 1}', "no report of ds_memo: it has no binding"),
     ],
 )
 def test_what_is_no_report(text: str, says: str) -> None:

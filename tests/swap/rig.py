@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 from torch import nn
 
-import ds_memo.runtime.parts as parts_module
+import ds_memo.runtime.session as session_module
 from ds_memo.runtime.attach import attach
 from ds_memo.runtime.session import Session
 from ds_memo.swap.engine import SwapEngine
@@ -47,9 +47,9 @@ def attached(
         return streams.watch(made) if hasattr(streams, "watch") else made
 
     with (
-        mock.patch.object(parts_module, "streams_for", lambda device: streams),
-        mock.patch.object(parts_module, "SwapEngine", engine),
-        mock.patch.object(parts_module, "HostSlab", make_slab),
+        mock.patch.object(session_module, "streams_for", lambda device: streams),
+        mock.patch.object(session_module, "SwapEngine", engine),
+        mock.patch.object(session_module, "HostSlab", make_slab),
     ):
         memo = inside(attach(model, HOST | config))
     try:
