@@ -51,7 +51,7 @@ def test_wrong_calls(call, tmp_path):
     write = lambda name, text: (tmp_path / name).write_text(text) and tmp_path / name  # noqa: E731
     assert "no DeepSpeed configuration at nowhere.json" in call(deepspeed_config="nowhere.json")
     assert "is not JSON" in call(deepspeed_config=write("broken.json", "{"))
-    assert 'needs an "optimizer" section' in call(deepspeed_config=write("bare.json", "{}"))
+    assert 'has no "optimizer" section' in call(deepspeed_config=write("bare.json", "{}"))
     assert "no model configuration at nowhere.json" in call(model="nowhere.json")
     assert "not a causal language model" in call(model=write("vit.json", '{"model_type": "vit"}'))
     assert "no data found at nowhere" in call(data="nowhere")
