@@ -53,7 +53,7 @@ WHOLE = """
     F.relu(x, inplace=True)  x.cumsum_(-1)  torch._foreach_mul_([x], 2.0)  nn.init.constant_(x, 2.0)
     x.lerp_(FULL, 0.5)  x.mT.mul_(2)  x[..., 3].fill_(-9.0)  x[..., 3] *= 2  x.select(-1, 0).fill_(1.0)
     x.scatter_add_(-1, SOME, PIECE)  x[:, SOME[0, :, 0]] = 0.1
-    x[:1].mul_(2).add_(1)  x.addcmul_(FULL, FULL)  x.untyped_storage()  x.data_ptr()
+    x.addcmul_(FULL, FULL)  x.untyped_storage()  x.data_ptr()
     nn.ReLU(inplace=True)(x)  x[..., COLUMNS] += PIECE  x[:, 1:, [1, 0]] = 2  x[1:][0] = x[0]
     x[..., 3:6] *= 2  x[..., 3:6].sub_(1)  x[:, 5:9] /= 3  x[:, 5:9, :7].mul_(2)  x[:, 3] = 0.0  x[0].mul_(2)
     x[:1].mul_(2).add_(1)  torch.ops.aten.mul_(x, 2)  x.detach().mul_(2)  x[:, 1:].detach().add_(1)
