@@ -110,7 +110,7 @@ def read_ds_config(path: Path, no_memo: bool) -> dict:
     except json.JSONDecodeError as error:
         raise UsageError(f"{path} is not JSON, as expected: {error}") from error
     if not isinstance(config, dict) or "optimizer" not in config:
-        raise UsageError(f'{path} needs an "optimizer" section; add one')
+        raise UsageError(f'{path} has no "optimizer" section; add one')
     if no_memo:
         config.pop("memo", None)
     memo_config(config.get("memo", {}))

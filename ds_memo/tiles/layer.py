@@ -55,11 +55,9 @@ from ds_memo.tiles.modes import LeftRecipe, RecordPost, RecordPre, ReplayPost
 from ds_memo.tiles.probe_result import by_arrival
 from ds_memo.tiles.recipes import SizeRecipes, TiledLayer, TileRecipe
 from ds_memo.tiles.slices import Arguments, fill, new_whole, part
-from ds_memo.tiles.tile_runs import Tile, TileRuns
+from ds_memo.tiles.tile_runs import Gradients, Tile, TileRuns
 from ds_memo.tiles.weight_gradients import GradientSums
 from ds_memo.units import round_up
-
-Gradients = Sequence[torch.Tensor | None]
 
 
 class TiledCall:
@@ -537,11 +535,9 @@ class TiledCall:
             return own
 
         with torch.enable_grad():
-            output, inputs, left = self._runs.run(tile.span, x, carry, mode, attend, tile.seed)
-        owns = [] if own is None else [own]
-        found = sums.backward(*with_left([output], [d_output], left, d_left), [*inputs, *owns])
-        d_x, *rest = found[: len(inputs)]
-        return d_x, found[-1] if owns else None, rest[: len(carry)], rest[len(carry) :]
+            ran = self._runs.run(tile.span, x, carry, mode, attend, tile.seed)
+        d_own, d_x, *rest = ran.backward(sums, [ran.end], [d_output], d_left, own)
+        return d_x, d_own, rest[: len(carry)], rest[len(carry) :]
 
     def _pre_backward(self, sums: GradientSums, gathered: Gathered, d_hidden: torch.Tensor, d_inputs: list[torch.Tensor]) -> None:
         """Run the backward of every tile's pre: add to `d_hidden` and `d_inputs`."""
@@ -563,11 +559,10 @@ class TiledCall:
         """
         x, carry, attention = tile.hidden(), self._carry(tile, tile.carried), self._shapes.attention
         with torch.enable_grad():
-            reached, inputs, left = self._runs.run(tile.span, x, carry, Replay(tile.call, tile.pre_backward), seed=tile.seed)
+            ran = self._runs.run(tile.span, x, carry, Replay(tile.call, tile.pre_backward), seed=tile.seed)
         indices = [index for index in attention.differentiable if attention.arguments[index] is not None]
         gradients = [part(gathered.leaves[index], tile.span, attention.arguments[index]) for index in indices]
-        outputs = [reached.leaves[index] for index in indices]
-        d_x, *rest = sums.backward(*with_left(outputs, gradients, left, d_left), inputs)
+        _, d_x, *rest = ran.backward(sums, [ran.end.leaves[index] for index in indices], gradients, d_left)
         return d_x, rest[: len(carry)], rest[len(carry) :]
 
     def _kept_carry(self, tile: Tile) -> list[Any]:
@@ -577,18 +572,6 @@ class TiledCall:
     def _carry(self, tile: Tile, tensors: int | None = None) -> list[torch.Tensor]:
         """Return what the tile before left, or the first tensors of it, from this one's frame."""
         return self._runs.leaves([tile.call.frame.tensor(kept) for kept in self._kept_carry(tile)[:tensors]])
-
-
-def with_left(
-    results: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], left: Sequence[torch.Tensor], d_left: Gradients
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Add what a tile left for the next to what its backward begins at, and the gradients of that.
-
-    Args:
-        d_left: empty behind the last tile of a sequence. None: nothing came of it.
-    """
-    more = [(end, d_end) for end, d_end in zip(left, d_left, strict=False) if d_end is not None]
-    return [*results, *(end for end, _ in more)], [*gradients, *(d_end for _, d_end in more)]
 
 
 def stored_tiles(tiles: int, alpha: float) -> set[int]:

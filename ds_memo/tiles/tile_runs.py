@@ -28,6 +28,9 @@ from ds_memo.tiles.modes import AnalyseTile
 from ds_memo.tiles.probe_result import Shapes
 from ds_memo.tiles.recipes import SizeRecipes, TileRecipe
 from ds_memo.tiles.slices import Arguments, part
+from ds_memo.tiles.weight_gradients import GradientSums
+
+Gradients = Sequence[torch.Tensor | None]
 
 
 @dataclass
@@ -80,6 +83,26 @@ class TileRun(NamedTuple):
     """Leaves of its graph: hidden states, the carry, and other arguments that need a gradient."""
     left: list[torch.Tensor]
     """The carry that it leaves for the next tile."""
+
+    def backward(
+        self,
+        sums: GradientSums,
+        ends: Sequence[torch.Tensor],
+        gradients: Sequence[torch.Tensor],
+        d_left: Gradients,
+        own: torch.Tensor | None = None,
+    ) -> Gradients:
+        """Run its backward. Return the gradients of `own` and of `inputs`.
+
+        Args:
+            ends: where the backward begins, besides `left`.
+            d_left: the gradients of `left`; empty behind the last tile of a sequence. None: nothing came of it.
+            own: its part of attention's result, where that was supplied.
+        """
+        more = [(end, d_end) for end, d_end in zip(self.left, d_left, strict=False) if d_end is not None]
+        outputs, d_outputs = [*ends, *(end for end, _ in more)], [*gradients, *(d_end for _, d_end in more)]
+        found = sums.backward(outputs, d_outputs, [*self.inputs, *([] if own is None else [own])])
+        return [None if own is None else found[-1], *found[: len(self.inputs)]]
 
 
 class TileRuns:

@@ -43,10 +43,9 @@ class Square(torch.autograd.Function):
 
 RECORDED = """
     x.mul_(2)  x.div_(0.7)  x.sub_(FULL)  x.clamp_(-1, 1)  x.tanh_()  x.masked_fill_(FULL > 0, -9.0)
-    x[..., 5] = -9.0  x[..., 3:6] *= 2  x[..., 3:6].sub_(1)  x[:, 5:9] /= 3  x[:, 5:9, :7].mul_(2)  x[FULL > 0] = 0.5
-    x[IDS > 50] = 0.5  x[:, 3] = 0.0  x[:, :, COLUMNS] = 0.5  x.view(-1, VOCAB).mul_(2)  x.reshape(x.shape).add_(1)
-    x[x < x.topk(20, -1).values[..., -1:].detach()] = -1e9  x[:, :, 7:9] = torch.tensor(0.25)  x[:1].mul_(2).add_(1)
-    x[:, 1:].contiguous().mul_(2)  x.clone().mul_(2)  x[0].mul_(2)  x[:, -1].mul_(2)
+    x[..., 5] = -9.0  x[..., 3:6] = 0.5  x[FULL > 0] = 0.5  x[IDS > 50] = 0.5  x[:, :, COLUMNS] = 0.5
+    x[x < x.topk(20, -1).values[..., -1:].detach()] = -1e9  x[:, :, 7:9] = torch.tensor(0.25)
+    x.view(-1, VOCAB).mul_(2)  x.reshape(x.shape).add_(1)  x[:, 1:].contiguous().mul_(2)  x.clone().mul_(2)
 """
 """Changes that make nothing whole."""
 WHOLE = """
@@ -56,8 +55,9 @@ WHOLE = """
     x.scatter_add_(-1, SOME, PIECE)  x[:, SOME[0, :, 0]] = 0.1
     x.addcmul_(FULL, FULL)  x.untyped_storage()  x.data_ptr()
     nn.ReLU(inplace=True)(x)  x[..., COLUMNS] += PIECE  x[:, 1:, [1, 0]] = 2  x[1:][0] = x[0]
-    x[..., 3:6] *= 2  x[..., 3:6].sub_(1)  x[:, 5:9] /= 3  x[:, 5:9, :7].mul_(2)  x[:, 3] = 0.0  x[0].mul_(2)  x[:, -1].mul_(2)
-    torch.ops.aten.mul_(x, 2)  x.detach().mul_(2)  x[:, 1:].detach().add_(1)  x.index_put_((torch.tensor([1]),), FULL[0])
+    x[..., 3:6] *= 2  x[..., 3:6].sub_(1)  x[:, 5:9] /= 3  x[:, 5:9, :7].mul_(2)  x[:, 3] = 0.0  x[0].mul_(2)
+    x[:1].mul_(2).add_(1)  torch.ops.aten.mul_(x, 2)  x.detach().mul_(2)  x[:, 1:].detach().add_(1)
+    x.index_put_((torch.tensor([1]),), FULL[0])
 """
 THROUGH_OTHERS = """
     x.narrow(-1, 0, 3).zero_()  x.flatten().mul_(2)  x.expand(BATCH, LENGTH, VOCAB).mul_(2)

@@ -116,11 +116,3 @@ def test_every_length(name: str, shape: tuple[int, int], dtype: torch.dtype) -> 
         report = run(name, dtype, shape, alpha, resident)
         if dtype == torch.float32:
             assert_was_active(report, name, shape, alpha, resident)
-
-
-def test_attention_dropout_on_the_cpu_is_named() -> None:
-    """PyTorch's CPU kernel has no dropout, so F.scaled_dot_product_attention takes the math path."""
-    model = build("gpt2", attn_pdrop=0.1)
-    ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 2})
-    with pytest.warns(ds_memo.MemoWarning, match=r"layer transformer\.h\.0: no attention kernel .* attention has dropout"):
-        step(model, Batch.random(1, 17))
