@@ -34,12 +34,20 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(hidden, 2 * hidden), nn.Linear(2 * hidden, hidden)
         self.dropout = nn.Dropout(dropout)
 
-    def attend(self, x: torch.Tensor) -> torch.Tensor:
+    def heads(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return queries, keys and values: (b, heads, s, d)."""
         b, s, _ = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(b, s, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
+        return self.qkv(self.norm1(x)).view(b, s, 3, HEADS, -1).permute(2, 0, 3, 1, 4).unbind()
+
+    def sdpa(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         p = self.attention_dropout if self.training else 0.0
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=p)
-        return self.dropout(self.o(out.transpose(1, 2).flatten(2)))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=p)
+
+    def join(self, out: torch.Tensor) -> torch.Tensor:
+        return self.o(out.transpose(1, 2).flatten(2))
+
+    def attend(self, x: torch.Tensor) -> torch.Tensor:
+        return self.dropout(self.join(self.sdpa(*self.heads(x))))
 
     def feed(self, x: torch.Tensor) -> torch.Tensor:
         return self.dropout(self.down(F.gelu(self.up(self.norm2(x)))))

@@ -78,6 +78,7 @@ def test_a_packed_batch_is_shortened(told_by: str, monkeypatch: pytest.MonkeyPat
     assert {tuple(ends) for ends in measured} == {(0, 30, 35, 64), (0, 30, 35, 128), (0, 30, 35, 135, 136, LONGEST)}
 
 
+@pytest.mark.slow
 def test_a_layer_at_full_length_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """A negative control of the test above."""
     monkeypatch.setattr(CaughtCall, "can_shorten", lambda call: False)

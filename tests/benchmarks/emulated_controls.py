@@ -31,8 +31,6 @@ from ds_memo.swap.streams import CudaStreams
 from ds_memo.units import MIB
 from tests.models import Block
 from tests.nvme.files import directory
-from tests.swap import scenarios
-from tests.swap.mutants import engine_without, waits
 from tests.swap.rig import attached
 
 DEVICE = torch.device("cuda", 0)
@@ -109,38 +107,6 @@ class WaitsForTheQueue(SwapEngine):
         for index in frame.copied:
             frame.copied[index] = self.streams.mark(D2H)
         super().about_to_change(frame, tensor)
-
-
-(IN_A_NEW_PROCESS,) = (wait for wait in waits() if "pending.back" in wait)
-"""A wait whose absence shows only where the process has no idle host memory: to release that, the host waits for the device."""
-
-
-def removed_waits(clock: Clock) -> dict[str, list[str]]:
-    """Return races in stories under the engine as it is (key ""), and without each of its waits."""
-    clock.link_share(SLOW)
-    found = {}
-    for wait in ["", *(wait for wait in waits() if wait != IN_A_NEW_PROCESS)]:
-        found[wait] = []
-        for story in scenarios.STORIES:
-            found[wait] += _races(story, engine_without(wait) if wait else SwapEngine)
-            if wait and found[wait]:
-                break
-    return found
-
-
-def removed_in_a_new_process(clock: Clock) -> dict[str, list[str]]:
-    clock.link_share(SLOW)
-    return {IN_A_NEW_PROCESS: _races(scenarios.drop_on_the_way_back, engine_without(IN_A_NEW_PROCESS))}
-
-
-def _races(story: scenarios.Story, engine: type[SwapEngine]) -> list[str]:
-    unordered, model = Unordered(), scenarios.stack(story).to(DEVICE)
-    config = {"alpha": 0.5, "resident_layers": scenarios.RESIDENTS.get(story, 0)}
-    batches = [x.to(DEVICE) for x in scenarios.batches()]
-    with unordered, attached(model, CudaStreams(DEVICE), config, engine) as memo:
-        story(memo, model, batches)
-    assert unordered.checked > 100
-    return list(unordered.races)
 
 
 # ---- several compute streams
@@ -254,8 +220,6 @@ CASES: dict[str, Callable[[Clock], Any]] = {
     "item": item_in_a_hook,
     "routed": routed,
     "routed, waiting for the queue": lambda clock: routed(clock, WaitsForTheQueue),
-    "waits": removed_waits,
-    IN_A_NEW_PROCESS: removed_in_a_new_process,
     "streams": compute_streams,
     "inside a layer, unguarded": lambda clock: compute_streams(clock, "inside a layer", guarded=False),
     "second device": threads_of_the_second_device,

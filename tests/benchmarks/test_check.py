@@ -24,12 +24,6 @@ def test_every_part_runs_on_a_cpu(asked, tmp_path):
     assert result.keys() - {"verb", "environment", "settings", "failures", "seconds"} == set(asked.split(","))
 
 
-def test_a_part_that_does_not_exist_is_refused(capsys):
-    with pytest.raises(SystemExit):
-        check.main(["--device", "cpu", "--parts", "memory,speeed"])
-    assert "--parts: got speeed; allowed: gradients" in capsys.readouterr().err
-
-
 @pytest.mark.processes  # git, for the commit
 def test_a_part_that_breaks_or_comes_too_late_is_a_failure_and_a_run_that_is_ended_leaves_the_others(monkeypatch, tmp_path):
     def ends():
@@ -54,7 +48,7 @@ def test_a_model_that_breaks_takes_no_other_with_it(monkeypatch):
     assert found["models"]["plain"]["failures"] == []
 
 
-@pytest.mark.parametrize("name", everyday(["llama", "mixtral"], ["llama"]))
+@pytest.mark.parametrize("name", everyday(["llama", "mixtral"], []))
 def test_tiles_that_round_as_stock_pass(name):
     found = check_tiles.measure(torch.device("cpu"), torch.bfloat16, (name,))
     assert found["failures"] == []
@@ -68,6 +62,7 @@ def test_a_tile_that_reads_its_neighbours_tokens_shows(name, monkeypatch):
     assert found["failures"] and name in found["failures"][0]
 
 
+@pytest.mark.slow
 def test_a_layer_that_runs_whole_is_no_layer_in_tiles(monkeypatch):
     def refuses(right, *args):
         raise CannotTile("it is asked to run whole")
@@ -93,6 +88,7 @@ def test_each_attention_of_a_cuda_device_is_checked_apart(monkeypatch):
     assert not [name for name in check.parts(torch.device("cpu")) if "cudnn" in name]
 
 
+@pytest.mark.slow
 def test_the_bar_is_what_stock_does_to_itself():
     """Gemma 2's soft caps make much of a rounding error: 1.1 % in bf16, where others have less than one rounding."""
     bars = {}

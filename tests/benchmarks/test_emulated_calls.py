@@ -11,7 +11,6 @@ import pytest
 from benchmarks.emulated_calls import PER_LAYER, SYNCHRONIZING, WAIT_OF_COMPUTE
 from tests.benchmarks import emulated_controls
 from tests.benchmarks.emulated import NEEDED, no_emulated_process_hangs, ran  # noqa: F401
-from tests.swap.mutants import waits
 
 pytestmark = NEEDED
 LAYERS = 6
@@ -82,16 +81,6 @@ def test_a_layer_that_returns_its_routers_choice_waits_for_that_copy_alone(capfd
 def test_all_accesses_to_the_same_bytes_are_ordered(memo: str, capfd: pytest.CaptureFixture[str]) -> None:
     found = ran(capfd, "order", "gpt7b", "16384", "--memo", memo)
     assert found["races"] == [] and found["checked"] > 5000
-
-
-def test_without_any_one_of_its_waits_the_engine_races(capfd: pytest.CaptureFixture[str]) -> None:
-    """Over torch's CUDA allocator, autograd's device thread and the allocator op, where tests/swap has a CPU."""
-    found = control(capfd, "waits") | control(capfd, emulated_controls.IN_A_NEW_PROCESS)
-    assert found.pop("") == []
-    assert set(found) == set(waits())
-    for wait, races in found.items():
-        assert races, f"without {wait} nothing is noticed"
-        assert "nothing orders" in races[0] and "copy of" in races[0]
 
 
 def test_models_that_compute_on_other_streams(capfd: pytest.CaptureFixture[str]) -> None:

@@ -9,12 +9,9 @@ import pickle
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 import ds_memo
 from benchmarks import layer_backward
 from benchmarks.layer_backward import COLOURS, read_layer_backward
-from ds_memo.errors import MemoError
 
 REPLAY = ("remat/replay.py:__torch_dispatch__", "remat/recorded.py:_until_stopped")
 RELOAD = ("swap/frame.py:new_buffer", "remat/call.py:begin_replay")
@@ -94,8 +91,3 @@ def test_ours_are_the_stacks_of_real_functions() -> None:
     for entry in (*layer_backward._STAGES, *layer_backward._PURPOSES):
         file, _, function = entry.partition(":")
         assert (root / file).exists() and (not function or f"def {function}(" in (root / file).read_text()), entry
-
-
-def test_no_backward_says_what_to_record(tmp_path: Path) -> None:
-    with pytest.raises(MemoError, match=r'found the backward of 1 layers, expected 2 or more.*"enabled": false'):
-        read_layer_backward(whole(1).save(tmp_path / "run.pickle"))

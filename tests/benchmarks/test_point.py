@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-from dataclasses import replace
 
 import pytest
 import torch
@@ -146,14 +145,6 @@ def test_the_prediction_keeps_to_the_device_budget(tmp_path):
 # ---- whole runs
 
 
-def test_the_first_points():
-    """And llama8b from short to long."""
-    points = [(shape.name, length, turns) for shape, length, turns in speed.points_of(["gpt7b", "llama8b"], (), CUDA)]
-    assert points[:2] == [("gpt7b", 65536, 2), ("gpt7b", 16384, 1)]
-    assert points[2:] == [("llama8b", length, speed.TURNS) for length in sorted(shapes(CUDA)["llama8b"].lengths)]
-    assert [length for _, length, _ in speed.points_of(["gpt7b"], [16384], CUDA)] == [16384]
-
-
 @pytest.mark.slow
 def test_speed_measures_a_point(tmp_path):
     rivals = ["none", "checkpoint", "ds_memo, planned"]
@@ -168,19 +159,3 @@ def test_speed_measures_a_point(tmp_path):
     assert peak["checkpoint"] < peak["none"]
     assert only["failures"] == [] and all(row["gradient_norm"] > 0 for row in only["rivals"].values())
     assert found["environment"]["torch"] == torch.__version__
-
-
-@pytest.mark.processes
-def test_a_run_that_is_ended_amid_a_point_leaves_the_turns_before(monkeypatch, tmp_path):
-    @contextlib.contextmanager
-    def ends(model, budget):
-        raise KeyboardInterrupt
-        yield
-
-    monkeypatch.setitem(RIVALS, "checkpoint", replace(RIVALS["checkpoint"], install=ends))
-    words = ["--device", "cpu", "--workloads", "gpt7b", "--lengths", "48", "--host-gib", "0.1", "--out", str(tmp_path)]
-    with pytest.raises(KeyboardInterrupt):
-        speed.main([*words, "--rivals", "none", "checkpoint"])
-    (path,) = tmp_path.glob("speed-cpu-*.json")
-    found = json.loads(path.read_text())
-    assert found["unfinished"] and "median_s" in found["points"][0]["rivals"]["none"]

@@ -36,10 +36,3 @@ def test_a_page_gets_the_tables_of_cuda_results_only(tmp_path):
     assert text.startswith(f"before\n{table.BEGIN}\n| run |") and text.endswith(f"{table.END}\nafter\n")
     assert text.count("(../benchmarks/results/speed-cuda.json)") == 1 and "speed-cpu" not in text
     assert "gpt7b 64K; ended from outside, no failures until then" in text
-
-
-def test_a_file_that_is_no_result_is_refused(tmp_path, capsys):
-    other = tmp_path / "other.json"
-    other.write_text("[]")
-    assert table.main([str(other)]) == 2
-    assert "no result" in capsys.readouterr().err

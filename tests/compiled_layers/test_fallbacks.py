@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +15,7 @@ from torch.utils._pytree import tree_map_only
 import ds_memo
 from ds_memo.runtime import passes
 from tests.compiled_layers.rig import compiled, layers_of, run
+from tests.everyday import everyday
 from tests.inside import kinds_of_recipes, recipe_of
 from tests.models import HIDDEN, Batch, Block, Toy, assert_same, build, step
 from tests.tiles import test_chain as hybrids
@@ -127,11 +127,11 @@ def test_one_layer_of_many() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::ds_memo.MemoWarning")
-@pytest.mark.parametrize("build_model", [Toy, functools.partial(build, "llama"), functools.partial(hybrids.build, "nemotron_h")])
-def test_tiles_are_refused_by_name(build_model: Callable[[], nn.Module]) -> None:
+@pytest.mark.parametrize("name", everyday(["plain", "llama", "nemotron_h"], ["plain"]))
+def test_tiles_are_refused_by_name(name: str) -> None:
     """Blocks, which memo calls; Transformers' layers, which call memo; and those of a hybrid."""
     torch._dynamo.reset()
-    model = compiled(build_model(), backend="aot_eager")
+    model = compiled((hybrids.build if name == "nemotron_h" else build)(name), backend="aot_eager")
     ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 0, "tile_tokens": 16})
     with pytest.raises(ds_memo.MemoError, match=r"memo\.tile_tokens: layers in tiles run part by part.*leave layers uncompiled"):
         run(model, Batch.random(2, 17))

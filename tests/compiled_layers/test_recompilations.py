@@ -120,12 +120,14 @@ def test_pieces_of_a_fixed_length() -> None:
     assert of_memo.total() > 2 * of_stock.total()
 
 
+@pytest.mark.slow
 def test_pieces_for_each_length() -> None:
     """A user who asks for code of each length gets it between layers too."""
     model, _ = pair("headed", "model", dynamic=False)
     assert "norm" in {name for *_, name in recompilations(lambda: drive(model, STEPS[:2]))}
 
 
+@pytest.mark.slow
 def test_code_behind_the_model() -> None:
     """It is compiled as the user asked, for a fixed length at first."""
     model = Headed().model

@@ -16,11 +16,10 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import _disable_current_modes
 
 import ds_memo
-from ds_memo.profile import layer as layers
 from ds_memo.profile.caught_call import CaughtCall, hidden_from_training
 from ds_memo.profile.layer import measure
 from ds_memo.profile.live import LiveBytes
-from ds_memo.profile.stopwatch import REPEATS, Stopwatch
+from ds_memo.profile.stopwatch import Stopwatch
 from ds_memo.remat.layer import Layer
 from tests.models import HIDDEN, Block
 from tests.tiles.test_probe import TilesItsMLP
@@ -140,29 +139,6 @@ def test_hooks_of_others_outlive_a_failure(monkeypatch: pytest.MonkeyPatch) -> N
         assert not saved
         x * x
     assert saved
-
-
-def test_each_replay_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A replay's time runs from bringing the frame back to its end; it is no difference of two backwards."""
-    spans = []
-    real = layers.seconds_between
-
-    def between(start: float, end: float) -> float:
-        spans.append((start, end))
-        return real(start, end)
-
-    monkeypatch.setattr(layers, "seconds_between", between)
-    bench = layers.Bench(*_parts(module := Block()), CPU, None)
-    assert bench.replay_s() == sorted(real(*span) for span in spans)[REPEATS // 2]
-    assert len(spans) == REPEATS and all(start < end for start, end in spans)
-    assert not bench._engine.replays and module.qkv.weight.grad is None
-    bench.close()
-
-
-def _parts(module: nn.Module) -> tuple:
-    one = call(module)
-    fn, args, (hidden,) = one.at(LENGTH)
-    return one.layer, fn, args, [hidden, *module.parameters()]
 
 
 def test_nothing_is_left() -> None:

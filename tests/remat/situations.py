@@ -14,6 +14,7 @@ from torch import nn
 from ds_memo.compiled_layers import ops
 from ds_memo.swap.frame import Frame
 from tests.compiled_layers.rig import TOLERANCE, compiled, worst
+from tests.everyday import everyday
 from tests.inside import inside
 from tests.models import CONFIGS, FP32, HIDDEN, Batch, Block, Outcome, Toy, assert_same, compare_with_stock, step
 from tests.tiles import rig as tiles
@@ -29,8 +30,9 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def every_way(*but: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Run a test in each way, as argument `way`, except in those that are named."""
-    return pytest.mark.parametrize("way", [way for way in WAYS if way not in but])
+    """Run a test in each way, as argument `way`, except in those that are named. Compilers are slow."""
+    ways = [way for way in WAYS if way not in but]
+    return pytest.mark.parametrize("way", everyday(ways, [way for way in ways if way != "compiled"]))
 
 
 def assert_in_way(way: str, got: Outcome, want: Outcome) -> None:

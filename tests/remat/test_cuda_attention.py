@@ -54,9 +54,8 @@ class Grouped(Block):
         super().__init__(attention_dropout=dropout)
         self.qkv = nn.Linear(HIDDEN, 2 * HIDDEN)
 
-    def attend(self, x: torch.Tensor) -> torch.Tensor:
-        out = F.scaled_dot_product_attention(*self.heads(x), is_causal=True, dropout_p=self.attention_dropout, enable_gqa=True)
-        return self.o(out.transpose(1, 2).flatten(2))
+    def sdpa(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=self.attention_dropout, enable_gqa=True)
 
 
 class Biased(Block):
@@ -68,11 +67,8 @@ class Biased(Block):
         super().__init__()
         self.bias = nn.Parameter(torch.randn(HEADS, 45, 45), requires_grad=self.trains)
 
-    def attend(self, x: torch.Tensor) -> torch.Tensor:
-        b, s, _ = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(b, s, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=self.bias.unsqueeze(0), dropout_p=0.1)
-        return self.o(out.transpose(1, 2).flatten(2))
+    def sdpa(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=self.bias.unsqueeze(0), dropout_p=0.1)
 
 
 class Fixed(Biased):
@@ -82,13 +78,10 @@ class Fixed(Biased):
 class Masked(Block):
     """Padding at the front of the second sequence, as a mask of bools."""
 
-    def attend(self, x: torch.Tensor) -> torch.Tensor:
-        b, s, _ = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(b, s, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
-        mask = torch.ones(s, s, dtype=torch.bool).tril().repeat(b, 1, 1, 1)
+    def sdpa(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        mask = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).tril().repeat(len(q), 1, 1, 1)
         mask[1, :, 5:, :5] = False
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        return self.o(out.transpose(1, 2).flatten(2))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
 
 class Packed(Block):

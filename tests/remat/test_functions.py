@@ -20,7 +20,7 @@ from ds_memo.remat import modes
 from ds_memo.remat.layer import Layer
 from tests.faults import put_in
 from tests.inside import inside, recipe_of
-from tests.models import HEADS, HIDDEN, LAYERS, Batch, Block, Toy, assert_same, compare_with_stock, every_config, step
+from tests.models import HIDDEN, LAYERS, Batch, Block, Toy, assert_same, compare_with_stock, every_config, step
 from tests.remat import situations
 from tests.remat.situations import BATCH, drive
 
@@ -70,16 +70,8 @@ class Attending(Block):
 
     attention: Callable[..., Any] = staticmethod(ds_memo.keep_whole(attend_below))
 
-    def heads(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        b, s, _ = x.shape
-        return self.qkv(self.norm1(x)).view(b, s, 3, HEADS, -1).permute(2, 0, 3, 1, 4).unbind()
-
-    def back(self, out: torch.Tensor) -> torch.Tensor:
-        b, _, s, _ = out.shape
-        return self.o(out.transpose(1, 2).reshape(b, s, HIDDEN))
-
     def attend(self, x: torch.Tensor) -> torch.Tensor:
-        return self.back(self.attention(*self.heads(x)).out)
+        return self.join(self.attention(*self.heads(x)).out)
 
 
 def toy(block: Callable[[], nn.Module] = Attending) -> Toy:
@@ -131,7 +123,7 @@ def test_a_wrong_saved_tensor_would_show(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_it_draws_random_numbers() -> None:
     class Dropping(Attending):
         def attend(self, x: torch.Tensor) -> torch.Tensor:
-            return F.dropout(self.back(self.attention(*self.heads(x), 0.2).out), 0.1)
+            return F.dropout(self.join(self.attention(*self.heads(x), 0.2).out), 0.1)
 
     report = compare_with_stock(toy(Dropping), drive, {"alpha": 0.5, "resident_layers": 1})
     assert report["attention_recomputed"] == 0
@@ -142,7 +134,7 @@ def test_what_it_returns_is_changed_in_place(config: dict[str, Any]) -> None:
     class Doubling(Attending):
         def attend(self, x: torch.Tensor) -> torch.Tensor:
             out, lse = self.attention(*self.heads(x))
-            return self.back(out.mul_(2).sub_(lse.unsqueeze(-1)))
+            return self.join(out.mul_(2).sub_(lse.unsqueeze(-1)))
 
     compare_with_stock(toy(Doubling), drive, config)
 
@@ -183,7 +175,7 @@ def test_calls_that_differ(other: Any) -> None:
         def attend(self, x: torch.Tensor) -> torch.Tensor:
             if not Fickle.differs:
                 return super().attend(x)
-            return self.back(other(*self.heads(x)).out) if other else torch.zeros_like(x)
+            return self.join(other(*self.heads(x)).out) if other else torch.zeros_like(x)
 
     def fickle(model: nn.Module, number: int) -> Any:
         Fickle.differs = number in (2, 3, 6)
@@ -199,7 +191,7 @@ def test_a_replay_that_does_something_else_is_an_error() -> None:
         def attend(self, x: torch.Tensor) -> torch.Tensor:
             Unsteady.calls += 1
             q, k, v = self.heads(x)
-            return self.back(self.attention(q, k, v if Unsteady.calls <= LAYERS else v.contiguous()).out)
+            return self.join(self.attention(q, k, v if Unsteady.calls <= LAYERS else v.contiguous()).out)
 
     model = toy(Unsteady)
     ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 0})
@@ -232,7 +224,7 @@ class Changing(Attending):
 
     def attend(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = self.heads(x)
-        return self.back(self.attention(q, k, v.clone()).out)
+        return self.join(self.attention(q, k, v.clone()).out)
 
 
 class Scaled(Attending):
@@ -244,7 +236,7 @@ class Scaled(Attending):
 
     def attend(self, x: torch.Tensor) -> torch.Tensor:
         scaled = ds_memo.keep_whole(lambda q, k, v: attend_below(q * self.scale, k, v))
-        return self.back(scaled(*self.heads(x)).out)
+        return self.join(scaled(*self.heads(x)).out)
 
 
 class ScaledByArgument(Scaled):
@@ -254,7 +246,7 @@ class ScaledByArgument(Scaled):
         return attend_below(q * scale, k, v)
 
     def attend(self, x: torch.Tensor) -> torch.Tensor:
-        return self.back(self.attention(*self.heads(x), self.scale).out)
+        return self.join(self.attention(*self.heads(x), self.scale).out)
 
 
 @pytest.mark.parametrize(
@@ -279,7 +271,7 @@ def test_it_closes_over_tensors_of_the_layer(config: dict[str, Any]) -> None:
     class Closing(Attending):
         def attend(self, x: torch.Tensor) -> torch.Tensor:
             q, k, v = self.heads(x)
-            return self.back(ds_memo.keep_whole(lambda: attend_below(q, k, v))().out)
+            return self.join(ds_memo.keep_whole(lambda: attend_below(q, k, v))().out)
 
     compare_with_stock(toy(Closing), drive, config)
 
@@ -348,7 +340,7 @@ def test_tensors_in_an_object_among_the_arguments_stay_where_they_are() -> None:
 
     class Masked(Attending):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = x + self.back(masked(*self.heads(x), mask).out)
+            x = x + self.join(masked(*self.heads(x), mask).out)
             return x + self.feed(x)
 
     model = toy(Masked)

@@ -14,7 +14,7 @@ from ds_memo.solve.refusals import NothingFits
 from ds_memo.solve.run_costs import RunCosts
 from ds_memo.solve.schedule import Schedule
 from ds_memo.solve.solver import solve
-from tests.placements import kinds, sets, swapped_at
+from tests.placements import kinds, sets
 from tests.solve.runs import GPT, LLAMA, layer, run
 
 KI = 1024
@@ -99,36 +99,6 @@ def test_where_the_host_has_nothing_this_is_torchs_checkpoint() -> None:
     assert len(sets(roomier).attention_recomputed) == 27
 
 
-def test_both_memories_add_up() -> None:
-    """Half of the inputs on each: more tokens than with either alone."""
-    one = layer(512 * KI)
-    half = 16 * one.nbytes("input")
-    with_both = solve(run(one, 32, host=half, device=half + one.nbytes("input")))
-    assert len(sets(with_both).without_gemms) in (16, 17) and len(sets(with_both).attention_recomputed) == 32
-
-
-def test_no_layer_is_resident_while_long_attention_must_run_again() -> None:
-    """A resident layer's GEMM outputs take the room of eight attention outputs, which save far more time."""
-    one = layer(128 * KI)
-    unit = one.nbytes("input")
-    solution = solve(run(one, 32, host=20 * unit, device=2 * one.frame_bytes + 30 * unit))
-    assert not sets(solution).on_device and len(sets(solution).without_gemms) > 20
-    short = layer(KI)  # attention is cheap per byte here, so residents come first
-    unit = short.nbytes("input")
-    solution = solve(run(short, 32, FAST, 20 * unit, 2 * short.frame_bytes + 30 * unit))
-    assert len(sets(solution).on_device) >= 3 and sets(solution).attention_recomputed
-
-
-def test_attention_is_computed_again_only_as_often_as_it_must() -> None:
-    one = layer(64 * KI)
-    costs = run(one, 32, device=4 * one.nbytes("input"))
-    every_other = solve(replace(costs, host_budget=32 * one.host_bytes(swapped_at(0.0)) - 16 * one.attention_bytes))
-    assert 14 <= len(sets(every_other).attention_recomputed) <= 16  # some room is left on the device
-    assert f"{len(sets(every_other).attention_recomputed)} of 32 layers recompute attention" in every_other.binding
-    all_of_them = solve(replace(costs, host_budget=30 * one.nbytes("input")))
-    assert all_of_them.step_s > every_other.step_s > solve(costs).step_s
-
-
 @pytest.mark.parametrize("host, device", [(0, 32), (0, 40), (8, 30), (20, 30), (30, 4)])
 @pytest.mark.parametrize("link", [2e9, FAST])
 def test_alpha_0_is_the_same_whether_it_is_solved_for_or_configured(host: int, device: int, link: float) -> None:
@@ -141,17 +111,6 @@ def test_alpha_0_is_the_same_whether_it_is_solved_for_or_configured(host: int, d
     assert solve(costs, alpha=0.0) == solved
     with pytest.raises(NothingFits, match=r"memo\.alpha 0 without memo\.resident_layers fits"):
         solve(costs, alpha=0.5)
-
-
-def test_alpha_0_is_refused_where_nothing_fits() -> None:
-    """With the same words, and the same device memory that would do."""
-    one = layer(512 * KI)
-    costs = run(one, 32, host=0, device=31 * one.nbytes("input"))
-    with pytest.raises(NothingFits) as free:
-        solve(costs)
-    with pytest.raises(NothingFits) as zero:
-        solve(costs, alpha=0.0)
-    assert (str(zero.value), zero.value.numbers) == (str(free.value), free.value.numbers)
 
 
 def test_residents_that_are_asked_for_come_first() -> None:

@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 
 from benchmarks.paper_alpha import paper_alpha
-from ds_memo.errors import MemoError
 from ds_memo.placement import spread
 from ds_memo.solve.alpha import ALPHA_STEPS, best_alpha
-from ds_memo.solve.memory import bytes_of_layers, device_bytes
+from ds_memo.solve.memory import device_bytes
 from ds_memo.solve.placement_kinds import place
-from ds_memo.solve.refusals import GIB, NothingFits
+from ds_memo.solve.refusals import NothingFits
 from ds_memo.solve.run_costs import ALIGN, PAGE, RunCosts
 from ds_memo.solve.schedule import Schedule
 from ds_memo.solve.solver import solve
@@ -164,14 +163,42 @@ def test_the_search_finds_steps_that_are_not_convex() -> None:
 # ---- regimes and their sentences
 
 
-def test_everything_fits() -> None:
+def test_what_binds() -> None:
+    short, middle, long = layer(1024), layer(16384), layer(256 * 1024)
+    found = {
+        "everything fits without checkpointing": solve(run(short, 8, device=8 * short.no_recompute_bytes)),
+        "device memory: all 8 layers are resident": solve(run(short, 8, device=8 * short.frame_bytes)),
+        "nothing: all rows fit the host and their copies hide": solve(run(long, 16, link=40e9, device=2 * long.frame_bytes)),
+        "host memory: ": solve(run(long, 32, link=40e9, host=int(30 * (long.whole_bytes + 0.37 * long.split_bytes)))),
+        "link: copies to the host hide behind the forward up to alpha": solve(run(middle, 32, link=25e9)),
+        "link: copies from the host hide behind the backward": solve(replace(run(middle, 32, link=200e9), h2d_bytes_per_s=8e9)),
+    }
+    for says, solution in found.items():
+        assert solution.binding.startswith(says)
+    fits, resident, nothing, host, link, back = found.values()
+    assert fits.no_recompute and fits.host_bytes == 0
+    assert not solve(run(short, 8, device=8 * short.no_recompute_bytes - 1)).no_recompute
+    assert (sets(resident).on_device, resident.host_bytes) == (frozenset(range(8)), 0)
+    # And a reload buffer; the last swapped frame has left the device by then.
+    assert len(sets(solve(run(short, 8, device=8 * short.frame_bytes - 1))).on_device) == 6
+    assert (nothing.alpha, sets(nothing).on_device) == (1.0, {15})  # the last one needs no more on the device than swapped
+    assert host.alpha == pytest.approx(0.37, abs=2e-4) and 0 < back.alpha < 1
+    # In the long run a layer's copies take as long as its forward.
+    assert (middle.whole_bytes + link.alpha * middle.split_bytes) / 25e9 == pytest.approx(middle.forward_s, rel=0.1)
+
+
+@pytest.mark.parametrize("budget, where", [("host_budget", "host memory"), ("device_budget", "device memory")])
+def test_nothing_fits(budget: str, where: str) -> None:
+    one = layer(64 * 1024)
+    costs = run(one, 32, host=31 * one.nbytes("input"), device=2 * one.nbytes("input"))  # the last one is on the device
+    with pytest.raises(NothingFits, match=f"{where}.*GiB are missing.*sequence-parallel ranks"):
+        solve(replace(costs, **{budget: getattr(costs, budget) - 1}))
+
+
+def test_head_and_loss_take_room() -> None:
     one = layer(1024)
-    solution = solve(run(one, 8, device=8 * one.no_recompute_bytes))
-    assert solution.no_recompute
-    assert solution.host_bytes == 0
-    assert solution.binding.startswith("everything fits without checkpointing")
-    assert not solve(run(one, 8, device=8 * one.no_recompute_bytes), may_skip_recompute=False).no_recompute
-    assert not solve(run(one, 8, device=8 * one.no_recompute_bytes - 1)).no_recompute
+    enough = run(one, 8, device=8 * one.no_recompute_bytes + 99, head_bytes=99)
+    assert solve(enough).no_recompute and not solve(replace(enough, head_bytes=100)).no_recompute
 
 
 def test_no_recompute_without_planned_addresses_needs_more_room() -> None:
@@ -185,19 +212,6 @@ def test_no_recompute_without_planned_addresses_needs_more_room() -> None:
         and len(sets(solution).no_recompute) == 7
         and solution.step_s < 1.02 * solve(run(one, 8, device=enough)).step_s
     )
-
-
-def test_head_and_loss_add_to_the_kept_tensors() -> None:
-    one = layer(1024)
-    frame, head = one.frame_bytes, 5 * one.frame_bytes
-    with_head = run(one, 8, device=8 * frame, head_bytes=head)
-    assert device_bytes(with_head, place(8, 2), 1.0) == 3 * frame + head  # two residents and one on its way out
-    found = solve(with_head).kinds
-    assert bytes_of_layers(with_head, found, 1.0)[1] == device_bytes(with_head, found, 1.0) - head
-    assert len(sets(solve(with_head)).on_device) == 2 < len(sets(solve(run(one, 8, device=8 * frame))).on_device)
-    enough = run(one, 8, device=8 * one.no_recompute_bytes + head, head_bytes=head)
-    assert solve(enough).no_recompute
-    assert not solve(replace(enough, head_bytes=head + 1)).no_recompute
 
 
 def test_non_layer_memory() -> None:
@@ -216,67 +230,6 @@ def test_non_layer_memory() -> None:
     others = replace(alone, working_bytes=5, head_bytes=6, forward_bytes=7, backward_bytes=(8,) * 8)
     assert others.non_layer_bytes() == {"forward": 7, "head": 6, "backward": 8, "always": 5}
     assert others.layers_alone() == alone and set(alone.non_layer_bytes().values()) == {0}
-
-
-def test_all_resident() -> None:
-    one = layer(1024)
-    solution = solve(run(one, 8, device=8 * one.frame_bytes))
-    assert (sets(solution).on_device, solution.host_bytes) == (frozenset(range(8)), 0)
-    assert solution.binding.startswith("device memory: all 8 layers are resident")
-    # And a reload buffer; the last swapped frame has left the device by then.
-    assert len(sets(solve(run(one, 8, device=8 * one.frame_bytes - 1))).on_device) == 6
-
-
-def test_all_swapped() -> None:
-    one = layer(256 * 1024)  # attention is long enough to hide any copy
-    solution = solve(run(one, 16, link=40e9, device=2 * one.frame_bytes))
-    assert (solution.alpha, sets(solution).on_device) == (1.0, {15})  # the last one needs no more on the device than swapped
-    assert solution.binding.startswith("nothing: all rows fit the host and their copies hide")
-    # No schedule hides the last frame's way out and back, since no resident layer follows it.
-    assert solution.d2h_stall_s + solution.h2d_stall_s < 0.1 * solution.step_s
-
-
-def test_host_bound() -> None:
-    one = layer(256 * 1024)
-    budget = int(30 * (one.whole_bytes + 0.37 * one.split_bytes))
-    solution = solve(run(one, 32, link=40e9, host=budget))
-    assert solution.alpha == pytest.approx(0.37, abs=2e-4)
-    assert (
-        solution.binding
-        == f"host memory: {solution.host_bytes / GIB:.4g} of {budget / GIB:.4g} GiB at alpha {solution.alpha:.4g}"
-    )
-
-
-def test_pcie_bound() -> None:
-    one = layer(16384)
-    solution = solve(run(one, 32, link=25e9))
-    assert 0 < solution.alpha < 1
-    assert solution.binding.startswith("link: copies to the host hide behind the forward up to alpha")
-    # In the long run a layer's copies take as long as its forward.
-    copied = (one.whole_bytes + solution.alpha * one.split_bytes) / 25e9
-    assert copied == pytest.approx(one.forward_s, rel=0.1)
-
-
-def test_the_way_back_may_be_the_bound() -> None:
-    costs = replace(run(layer(16384), 32, link=200e9), h2d_bytes_per_s=8e9)
-    solution = solve(costs)
-    assert 0 < solution.alpha < 1
-    assert solution.binding.startswith("link: copies from the host hide behind the backward")
-
-
-@pytest.mark.parametrize("budget, where", [("host_budget", "host memory"), ("device_budget", "device memory")])
-def test_nothing_fits(budget: str, where: str) -> None:
-    one = layer(64 * 1024)
-    costs = run(one, 32, host=31 * one.nbytes("input"), device=2 * one.nbytes("input"))  # the last one is on the device
-    with pytest.raises(NothingFits, match=where) as caught:
-        solve(replace(costs, **{budget: getattr(costs, budget) - 1}))
-    message = str(caught.value)
-    assert isinstance(caught.value, MemoError)
-    assert caught.value.needed > caught.value.budget
-    for word in ("GiB are missing", "sequence-parallel ranks", "smaller batch"):
-        assert word in message
-    with pytest.raises(NothingFits, match=r" 8 GiB are missing.* 2 times as many sequence-parallel ranks"):
-        solve(replace(costs, host_budget=15 * one.nbytes("input")))
 
 
 # ---- what is configured

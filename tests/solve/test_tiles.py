@@ -126,12 +126,6 @@ def test_tiles_where_they_are_shorter() -> None:
     assert shortest([whole, in_tiles], as_it_is)[1] == other
 
 
-def test_like_steps_take_the_earlier() -> None:
-    whole, in_tiles = runs(10)
-    smaller = replace(in_tiles, tiles=Tiles(1, 1))
-    assert shortest([whole, in_tiles, smaller], as_it_is)[0] is in_tiles
-
-
 def test_both_memories_are_used_before_attention_is_recomputed() -> None:
     """The host is too small for all, so layers stay on the device without GEMM outputs."""
     solution = solve(runs(20, host=8)[1], may_skip_recompute=False)
@@ -159,12 +153,6 @@ def test_nothing_fits_says_what_tiles_need() -> None:
         shortest([whole, in_tiles], as_it_is)
     needs = device_bytes(in_tiles, [PlacementKind.SWAPPED_ATTENTION_RECOMPUTED] * LAYERS, 0.0)
     assert caught.value.needed == needs < 10 * UNIT
-
-
-def test_headroom_is_taken_by_the_smallest() -> None:
-    whole, in_tiles = runs(5)
-    taken, solution = shortest([whole, in_tiles], lambda run: replace(run, device_budget=(10 if run.tiles else 5) * UNIT))
-    assert taken.tiles is not None and solution.device_bytes <= taken.device_budget < 10 * UNIT
 
 
 def test_a_given_alpha_and_given_residents_hold_in_tiles() -> None:

@@ -133,11 +133,8 @@ class Shortens(Block):
 class ScalesByLength(Block):
     """Attention's scale is that of the length that the layer sees."""
 
-    def attend(self, x: torch.Tensor) -> torch.Tensor:
-        b, s, _ = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(b, s, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1 / s)
-        return self.o(out.transpose(1, 2).flatten(2))
+    def sdpa(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1 / q.shape[2])
 
 
 def tiled_mlp(self: Any, right: Any, x: torch.Tensor) -> torch.Tensor:
@@ -328,7 +325,7 @@ class Crosses(Block):
         b, s, _ = x.shape
         q = self.qkv(self.norm1(x))[..., :HIDDEN].view(b, s, HEADS, -1).transpose(1, 2)
         k, v = self.qkv(memory)[..., HIDDEN:].view(b, memory.shape[1], 2, HEADS, -1).permute(2, 0, 3, 1, 4)
-        x = x + self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        x = x + self.join(F.scaled_dot_product_attention(q, k, v))
         return x + self.feed(x)
 
 
@@ -407,10 +404,7 @@ class CutsTheMask(Block):
     """Gives attention as much of the mask as it sees tokens."""
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        b, s, _ = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(b, s, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
-        out = F.scaled_dot_product_attention(q, k, v, mask[..., :s])
-        x = x + self.o(out.transpose(1, 2).flatten(2))
+        x = x + self.join(F.scaled_dot_product_attention(*self.heads(x), mask[..., : x.shape[1]]))
         return x + self.feed(x)
 
 

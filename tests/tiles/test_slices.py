@@ -106,13 +106,6 @@ def test_a_whole_has_the_order_of_its_tiles(shape: tuple[int, ...], dim: int, or
     assert found.stride() == want.stride()
 
 
-def test_where_tokens_lie_shows_in_two_lengths() -> None:
-    table, flag = torch.randn(3, 3), object()
-    short = [torch.randn(1, 4, 9, 3), torch.randn(9, 2), table, torch.ones(3), None, flag, 0.5, "sdpa"]
-    long = [torch.randn(1, 4, 5, 3), torch.randn(5, 2), table, torch.ones(3), None, flag, 0.5, "sdpa"]
-    assert token_dims(short, long, (9, 5)) == [2, 0, None, None, None, None, None, None]
-
-
 @pytest.mark.parametrize(
     "short, long",
     [
