@@ -16,6 +16,7 @@ def test_every_row_has_its_source():
     assert all(len(why) > 10 for why in PUBLISHED["not_estimated"].values())
 
 
+@pytest.mark.slow
 def test_trl_s_million_tokens():
     run = PUBLISHED["runs"][0]
     found = answer(run)

@@ -60,7 +60,7 @@ class Headed(nn.Module):
 def pair(name: str, how: str, **options: Any) -> tuple[nn.Module, nn.Module]:
     """Return a model and its copy for stock, both compiled."""
     torch.manual_seed(0)
-    model = Headed() if name == "headed" else build(name)
+    model = Headed() if name == "headed" else build(name, **({"layers": 2} if name == "plain" else {}))
     return tuple(compiled(each, how, **{"backend": "aot_eager", **options}) for each in (model, copy.deepcopy(model)))
 
 

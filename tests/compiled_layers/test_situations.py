@@ -16,6 +16,7 @@ import ds_memo
 from ds_memo.compiled_layers import ops
 from ds_memo.placement import stored_rows
 from tests.compiled_layers.rig import TOLERANCE, compiled, recompilations, run, worst
+from tests.everyday import everyday
 from tests.inside import inside, kinds_of_recipes, recipe_of
 from tests.models import HIDDEN, Batch, Block, Outcome, Toy, build, gradients
 from tests.remat.test_around_layers import CallsCheckpoint
@@ -48,10 +49,7 @@ def dropped(model: nn.Module) -> Outcome:
     return run(model, batch)
 
 
-SITUATIONS = (retained, dropped)
-
-
-@pytest.mark.parametrize("situation", SITUATIONS, ids=lambda situation: situation.__name__)
+@pytest.mark.parametrize("situation", everyday([retained, dropped], [retained]))
 def test_as_compiled_stock(situation: Callable[[nn.Module], Outcome]) -> None:
     torch.manual_seed(0)
     stock, model, handle = pair(Toy())

@@ -90,29 +90,6 @@ def test_model_flops_are_those_that_its_layers_run(hybrid: Model, tokens: int) -
     assert 0.8 * hybrid.sequence_flops(tokens) < found < hybrid.sequence_flops(tokens)
 
 
-def test_kernels_make_what_the_real_ones_do() -> None:
-    """Shapes and gradients of all inputs, with the state before and behind."""
-    meta = {"device": "meta", "dtype": torch.bfloat16}
-    q, k = (torch.empty(2, 130, 2, 16, **meta, requires_grad=True) for _ in range(2))
-    v = torch.empty(2, 130, 4, 32, **meta, requires_grad=True)
-    g, beta = (torch.empty(2, 130, 4, device="meta", requires_grad=True) for _ in range(2))
-    state = torch.empty(2, 4, 16, 32, device="meta", requires_grad=True)
-    out, final = mixer_kernels.delta_rule(q, k, v, g=g, beta=beta, initial_state=state, output_final_state=True)
-    assert (out.shape, final.shape) == (v.shape, state.shape)
-    found = torch.autograd.grad([out, final], [q, k, v, g, beta, state], [torch.empty_like(out), torch.empty_like(final)])
-    assert [x.shape for x in found] == [x.shape for x in (q, k, v, g, beta, state)]
-
-    x, dt = torch.empty(2, 130, 8, 16, **meta, requires_grad=True), torch.empty(2, 130, 8, **meta, requires_grad=True)
-    B, C = (torch.empty(2, 130, 2, 32, **meta, requires_grad=True) for _ in range(2))
-    A, D, bias = (torch.empty(8, device="meta", requires_grad=True) for _ in range(3))
-    state = torch.empty(2, 8, 16, 32, device="meta", requires_grad=True)
-    given = [x, dt, A, B, C, D, bias, state]
-    out, final = mixer_kernels.chunk_scan(x, dt, A, B, C, 64, D, bias, state, return_final_states=True)
-    assert (out.shape, final.shape) == (x.shape, state.shape)
-    found = torch.autograd.grad([out, final], given, [torch.empty_like(out), torch.empty_like(final)])
-    assert [x.shape for x in found] == [x.shape for x in given]
-
-
 def test_convolution_and_scan_in_one_has_the_gradients_of_the_two() -> None:
     heads, size, groups, n = 8, 16, 2, 32
     inner, mixed = heads * size, heads * size + 2 * groups * n

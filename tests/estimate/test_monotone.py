@@ -40,6 +40,7 @@ def faster(question: Question, name: str, factor: float = FACTOR) -> Question:
     return replace(question, hardware=replace(question.hardware, **{name: value}))
 
 
+@pytest.mark.slow
 @EXAMPLES
 @given(question=questions, name=st.sampled_from(["d2h", "h2d", "host_memory"]))
 def test_more_of_a_machine_is_never_slower(question, name):
@@ -55,6 +56,7 @@ def test_faster_kernels_and_links_are_never_slower(name):
     assert ask(faster(question, name)).step_s < ask(question).step_s
 
 
+@pytest.mark.slow
 @EXAMPLES
 @given(question=questions, alpha=st.one_of(st.none(), st.floats(0, 1)), zero=st.integers(0, 3), host=st.floats(1e9, 4e12))
 def test_what_fits_keeps_every_budget(question, alpha, zero, host):
@@ -77,7 +79,8 @@ def test_memo_goes_as_far_as_training_without(question):
     assert ask(replace(question, plan=False)).status in (OK, "oom")
 
 
-@pytest.mark.parametrize("name", everyday(["device_memory", "host_memory"], ["device_memory"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["device_memory", "host_memory"])
 def test_the_longest_sequence(name):
     """It is found to one part in GRAIN, and more memory never makes it shorter."""
     question = Question(MODELS[1], hardware.load("h100"), 8, KI, tile_tokens=0)

@@ -14,7 +14,6 @@ from ds_memo.estimate.layout import GpuLayout
 from ds_memo.estimate.model import from_config
 from ds_memo.estimate.question import Question
 from tests.estimate.models import SMALL, small
-from tests.everyday import everyday
 
 H100 = hardware.load("h100")
 MODEL = small("llama")  # 4 heads, 2 for keys, of 16
@@ -61,7 +60,8 @@ def test_latent_attention_sends_keys_and_values_of_their_sizes() -> None:
     assert costs.ring_s(1e9, 1e9)[1] == pytest.approx(2 * 2 * (1 << 17) * 4 * (8 + 16 + 16) / H100.intra_node)
 
 
-@pytest.mark.parametrize("tokens", everyday([1 << 16, 1 << 20], [1 << 16]))
+@pytest.mark.slow
+@pytest.mark.parametrize("tokens", [1 << 16, 1 << 20])
 def test_each_rank_of_a_ring_computes_as_much_as_one_that_trades_heads(tokens: int) -> None:
     of_heads, of_both, of_ring = (Costs(MODEL, H100, GpuLayout(4, sp=4, ring=ring), tokens).layers()[0] for ring in (1, 2, 4))
     assert of_both.attention_s == pytest.approx(of_heads.attention_s) == pytest.approx(of_ring.attention_s)

@@ -74,6 +74,7 @@ class PartlyCompiled(nn.Module):
         return self.large(self.compiled(x)).relu()
 
 
+@pytest.mark.slow
 def test_products_of_compiled_functions_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A recipe does not list them: later products would get their times."""
     torch._dynamo.reset()
