@@ -9,8 +9,6 @@ from ds_memo.plan.formats import parse_trace
 from tests.plan.instances import TRACES
 from tests.plan.test_bilevel import traces
 
-KIB = 1024
-
 
 def reserved(text: str, **how) -> int:
     return simulate(parse_trace(text), **how).reserved
@@ -32,43 +30,32 @@ def test_segment_sizes(size, native, expandable):
     assert reserved(f"malloc a {size}\n", expandable=True) == expandable
 
 
-def test_small_requests_share_a_buffer():
-    assert reserved("".join(f"malloc {i} {256 * KIB}\n" for i in range(8))) == 2 * MIB
-    assert reserved("".join(f"malloc {i} {256 * KIB}\n" for i in range(9))) == 4 * MIB
+def story(words: str) -> str:
+    """Return a trace of words such as "a20 -a": 20 MiB come as a, and go."""
+    return "".join(
+        f"free {word[1:]}\n" if word[0] == "-" else f"malloc {word[0]} {int(float(word[1:]) * MIB)}\n" for word in words.split()
+    )
 
 
-def test_native_does_not_split_off_a_mebibyte_or_less():
-    # 12 MiB into a free block of 13: the rest of 1 MiB stays inside, so a request of 2 MiB needs a segment of its own.
-    text = f"malloc a {13 * MIB}\nfree a\nmalloc b {{}}\nmalloc c {2 * MIB}\n"
-    assert reserved(text.format(13 * MIB)) == 14 * MIB + 20 * MIB
-    # The segment has 14 MiB: 11 leave 3, which are split off and serve the 2.
-    assert reserved(text.format(11 * MIB)) == 14 * MIB
-
-
-def test_best_fit_takes_the_smallest_that_holds_it():
-    a, b = 30 * MIB, 20 * MIB
-    # Both segments are free; 18 MiB go into the one of 20, so that 30 still fits.
-    text = f"malloc a {a}\nmalloc b {b}\nfree a\nfree b\nmalloc c {18 * MIB}\nmalloc d {a}\n"
-    assert reserved(text) == 50 * MIB
-
-
-def test_free_neighbours_merge():
-    halves = f"malloc a {20 * MIB}\nfree a\nmalloc b {10 * MIB}\nmalloc c {10 * MIB}\nfree b\nfree c\n"
-    assert reserved(halves + f"malloc d {20 * MIB}\n") == 20 * MIB
-
-
-def test_fragmentation_that_expandable_segments_avoid():
-    text = f"malloc a {20 * MIB}\nmalloc b {20 * MIB}\nfree a\nfree b\nmalloc c {40 * MIB}\n"
-    assert reserved(text) == 80 * MIB
-    assert reserved(text, expandable=True) == 40 * MIB
-
-
-def test_the_expandable_end_is_kept_for_what_fits_nowhere_else():
-    # Free: 30 MiB in the middle (a), 20 MiB at the end (c). 20 go to the middle although the end fits better, and
-    # then 50 extend the end by 30, in pages of 20.
-    text = f"malloc a {30 * MIB}\nmalloc b {10 * MIB}\nmalloc c {20 * MIB}\nfree a\nfree c\nmalloc d {20 * MIB}\n"
-    assert reserved(text, expandable=True) == 60 * MIB
-    assert reserved(text + f"malloc e {50 * MIB}\n", expandable=True) == 100 * MIB
+@pytest.mark.parametrize(
+    "words, native, expandable",
+    [
+        ("a.25 b.25 c.25 d.25 e.25 f.25 g.25 h.25", 2, None),  # small requests share a buffer
+        ("a.25 b.25 c.25 d.25 e.25 f.25 g.25 h.25 i.25", 4, None),
+        ("a13 -a b13 c2", 14 + 20, None),  # a segment of 14: the rest of a mebibyte or less is not split off
+        ("a13 -a b11 c2", 14, None),  # 3 are split off, and serve the 2
+        ("a30 b20 -a -b c18 d30", 50, None),  # the best fit is the smallest that holds it
+        ("a20 -a b10 c10 -b -c d20", 20, None),  # free neighbours merge
+        ("a20 b20 -a -b c40", 80, 40),  # fragmentation that expandable segments avoid
+        # Free: 30 in the middle (a), 20 at the end (c). 20 go to the middle although the end fits better, and
+        # then 50 extend the end by 30, in pages of 20.
+        ("a30 b10 c20 -a -c d20", None, 60),
+        ("a30 b10 c20 -a -c d20 e50", None, 100),
+    ],
+)
+def test_what_is_free_is_used(words, native, expandable):
+    assert native is None or reserved(story(words)) == native * MIB
+    assert expandable is None or reserved(story(words), expandable=True) == expandable * MIB
 
 
 @pytest.mark.slow

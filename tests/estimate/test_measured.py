@@ -32,37 +32,28 @@ def profile(
     )
 
 
-def ask(capsys, path: Path, *words: str) -> dict:
+def ask(capsys, tmp_path: Path, of: RunProfile, *words: str) -> dict:
+    (path := tmp_path / "profile.json").write_text(to_json(of))
     base = ["estimate", "--model", GPT, "--hardware", "a800", "--gpus", "8", "--seq-length", "512K", "--json"]
     assert cli.main([*base, "--profile", str(path), *words]) == 0
     return json.loads(capsys.readouterr().out)
 
 
 def test_one_kind_of_layer_stands_for_any_number(capsys, tmp_path):
-    deep, shallow = tmp_path / "deep.json", tmp_path / "shallow.json"
-    deep.write_text(to_json(profile(32)))
-    shallow.write_text(to_json(profile(4)))
-    assert ask(capsys, shallow) == ask(capsys, deep)
+    assert ask(capsys, tmp_path, profile(4)) == ask(capsys, tmp_path, profile(32))
 
 
 def test_its_times_and_link_are_used(capsys, tmp_path):
-    fast, slow = tmp_path / "fast.json", tmp_path / "slow.json"
-    fast.write_text(to_json(profile(32)))
-    slow.write_text(to_json(profile(32, slower=2.0)))
-    once, twice = ask(capsys, fast), ask(capsys, slow)
+    once, twice = (ask(capsys, tmp_path, profile(32, slower=slower)) for slower in (1.0, 2.0))
     layers = {name: twice["parts"]["step_s"][name] / once["parts"]["step_s"][name] for name in ("forward", "backward")}
     assert layers == pytest.approx({"forward": 2.0, "backward": 2.0})
     assert once["parts"]["step_s"]["forward"] == pytest.approx(32 * (1.2e-6 * 65536 + 1e-10 * 65536**2), rel=0.02)
-    wide = tmp_path / "wide.json"
-    wide.write_text(to_json(profile(32, link=2e9)))
-    assert ask(capsys, wide)["mfu"] < once["mfu"]
+    assert ask(capsys, tmp_path, profile(32, link=2e9))["mfu"] < once["mfu"]
 
 
 def test_one_ranks_profile_stands_for_ranks_that_share_a_sequence(capsys, tmp_path):
     """Attention covers the full sequence, and the formula adds the exchange between ranks."""
-    alone = tmp_path / "alone.json"
-    alone.write_text(to_json(profile(32, slower=0.1, ranks_per_sequence=1)))
-    there = ask(capsys, alone, "--sp", "8")["parts"]["step_s"]["forward"]
+    there = ask(capsys, tmp_path, profile(32, slower=0.1, ranks_per_sequence=1), "--sp", "8")["parts"]["step_s"]["forward"]
     computed = 0.1 * 32 * (1.2e-6 * 65536 + 8 * 1e-10 * 65536**2)
     sent = 32 * (4 * 2 * 65536 * 4096 / 8) * 7 / load("a800").intra_node
     assert there == pytest.approx(computed + sent, rel=1e-3)
@@ -97,7 +88,5 @@ def test_another_profile_is_refused(capsys, tmp_path, text, says):
     ],
 )
 def test_a_profile_of_another_machine_or_dtype_is_noted(capsys, tmp_path, key, says):
-    path = tmp_path / "profile.json"
-    path.write_text(to_json(profile(32, key=key)))
-    notes = [note for note in ask(capsys, path)["notes"] if "profile" in note]
+    notes = [note for note in ask(capsys, tmp_path, profile(32, key=key))["notes"] if "profile" in note]
     assert len(notes) == (says is not None) and all(says in note for note in notes)
