@@ -30,11 +30,6 @@ def skips(_: Machine) -> Measured:
     raise Skip("it is not installed")
 
 
-def test_the_points_are_those_of_the_list():
-    assert list(range(1, 12)) == first.POINTS and first.IN_ORDER[-1].measure is first_steps.sanitizer
-    assert all(assertion.cure and assertion.bar for assertion in first.IN_ORDER)
-
-
 @pytest.mark.processes  # git, for the commit
 def test_an_assertion_that_raises_is_a_failure_with_its_line_and_the_others_still_run(tmp_path, capsys):
     run = results.Run("first", torch.device("cpu"), str(tmp_path / "first.json"))

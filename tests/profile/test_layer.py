@@ -165,35 +165,6 @@ def test_a_backward_that_adds_to_gradients_by_itself() -> None:
     assert all(parameter.grad is not None for parameter in module.parameters()) and len(reduced) >= len(before)
 
 
-class Counts(Block):
-    """Running statistics: some written without a declared op, one rebound."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(HIDDEN)
-        self.register_buffer("calls", torch.zeros(()))
-        self.register_buffer("calls_by_binding", torch.zeros(()))
-        self.register_buffer("none", None)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        self.calls_by_binding = self.calls_by_binding + 1
-        return super().forward(self.norm(x.flatten(0, 1)).view_as(x))
-
-
-def test_buffers_keep_their_values() -> None:
-    module = Counts()
-    module(torch.randn(BATCH, LENGTH, HIDDEN))
-    before = {name: (buffer, buffer.clone()) for name, buffer in module.named_buffers()}
-    one = call(module)
-    scaled = nn.Parameter(torch.ones(HIDDEN)) * module.norm.running_mean  # a graph that has saved a buffer
-    measure(one, LENGTH, CPU)
-    assert len(before) == 5
-    for name, buffer in module.named_buffers():
-        assert buffer is before[name][0] and torch.equal(buffer, before[name][1]), name
-    scaled.sum().backward()
-
-
 def test_hooks_around_the_model_see_no_tensor_of_a_profile() -> None:
     observed, inner = [], []
 

@@ -45,12 +45,6 @@ def test_names_and_counters_make_none(name: str, values: list[Any]) -> None:
     assert set(kinds_of(layers_of(blocks))) == {0}
 
 
-def test_windows_of_gemma() -> None:
-    sliding, full = "sliding_attention", "full_attention"
-    model = build("gemma3", num_hidden_layers=6, layer_types=[sliding, sliding, full] * 2)
-    assert kinds_of(layers_of(model.model.layers)) == [0, 0, 1, 0, 0, 1]
-
-
 @pytest.mark.parametrize(
     "name, more",
     [

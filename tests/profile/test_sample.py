@@ -100,17 +100,11 @@ def checked(check: LayerSample) -> LayerProfile:
     return LayerProfile("layer 0", (make_sample(1024), make_sample(2048), check))
 
 
-def test_a_check_on_the_lines() -> None:
-    profile = layer(1024, 2048, 4096)
-    assert profile.off() == pytest.approx(0, abs=1e-9) and profile.is_trusted()
+@pytest.mark.parametrize("slower, off, trusted", [(1.0, 0.0, True), (1.2, 0.2 / 1.2, True), (2.0, 0.5, False)])
+def test_a_check_and_the_lines(slower: float, off: float, trusted: bool) -> None:
+    profile = checked(make_sample(4096, slower=slower))
+    assert profile.off() == pytest.approx(off, abs=1e-9) and profile.is_trusted() == trusted
     assert layer(1024, 2048).off() == 0
-
-
-def test_a_check_off_the_lines() -> None:
-    slower = checked(make_sample(4096, slower=2.0))
-    assert slower.off() == pytest.approx(0.5) and not slower.is_trusted()
-    near = checked(make_sample(4096, slower=1.2))
-    assert near.off() == pytest.approx(0.2 / 1.2) and near.is_trusted()
 
 
 @pytest.mark.parametrize("change", ["no_recompute_bytes", "outputs", "kinds"])

@@ -6,12 +6,11 @@ import weakref
 
 import pytest
 import torch
-from torch import nn
 
 from ds_memo.errors import MemoError
 from ds_memo.swap.engine import SwapEngine
 from ds_memo.swap.frame import Frame
-from tests.models import Batch, Outcome, Toy, build, gradients, step
+from tests.models import Batch, Toy, build, gradients, step
 from tests.tiles.rig import BATCH, LAYERS, assert_step, assert_was_tiled, attached, compare, drive, model_of, small, toy
 
 
@@ -39,19 +38,6 @@ def test_a_gradient_of_a_gradient_is_refused() -> None:
             torch.autograd.grad(tiled(x, BATCH.labels).loss, x, create_graph=True)
         gradients(tiled)
         assert_step(step(tiled, BATCH), step(toy(), BATCH))
-
-
-@pytest.mark.slow
-def test_anomaly_mode() -> None:
-    def watched(model: nn.Module, number: int) -> Outcome:
-        with torch.autograd.set_detect_anomaly(True, check_nan=False):
-            return step(model, BATCH)
-
-    stock, tiled = toy(), toy()
-    with attached(tiled) as handle:
-        for number in range(2):
-            assert_step(watched(tiled, number), step(stock, BATCH))
-        assert_was_tiled(handle.report())
 
 
 def test_two_tiles_are_back_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
