@@ -132,6 +132,7 @@ def test_a_window_bounds_attention() -> None:
     assert sliding.attention_s < 0.01 * full.attention_s and sliding.gemm_flops == full.gemm_flops
 
 
+@pytest.mark.slow
 def test_attention_with_sinks_runs_in_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """In groups of heads its backward wants a gradient of every input, the sinks too."""
     monkeypatch.setattr(layers, "_TILED", (1 << 10, 1 << 11))

@@ -68,6 +68,7 @@ def test_what_fits_keeps_every_budget(question, alpha, zero, host):
         assert answer.step_s is None and answer.binding
 
 
+@pytest.mark.slow
 @EXAMPLES
 @given(question=questions)
 def test_memo_goes_as_far_as_training_without(question):
