@@ -27,7 +27,7 @@ WARM_UP = max(rival.warm_up for rival in RIVALS.values())
 NEEDED = (PLANNED, "none", "checkpoint", *INPUT_OFFLOAD, SWAPPING)
 """Rivals of `speed` where no lengths are given."""
 URGENT = (*NEEDED, "checkpoint+attention", "alst")
-"""Order of the rivals, then the others: the most urgent ones come before the time is over."""
+"""Order of the rivals, then the others: a run may be ended from outside."""
 
 Rows = dict[str, dict[str, Any]]
 """What was found of each rival, by its name. "out" says why there is no more of it."""

@@ -23,7 +23,8 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -44,30 +45,19 @@ TURNS, STEPS = 2, 3
 """Turns of each rival at other points, and steps timed in a turn."""
 
 
-@dataclass(frozen=True)
-class Point:
-    """One length of a workload that is to be measured."""
-
-    shape: Shape
-    length: int
-    turns: int = TURNS
+Point = tuple[Shape, int, int]
+"""A workload, its tokens, and the turns of each rival."""
 
 
-def points_of(names: list[str], lengths: list[int] | None, device: torch.device) -> list[Point]:
+def points_of(names: Sequence[str], lengths: Sequence[int], device: torch.device) -> list[Point]:
     """Return the points in the order of measurement."""
-    found, order = [], list(FIRST)
-    for name in names:
-        shape = shapes(device)[name]
-        named = [length for workload, length in FIRST if workload == name and length in shape.lengths]
-        of_it = lengths or named or shape.lengths
-        turns = {} if lengths else FIRST
-        found += [Point(shape, length, turns.get((name, length), TURNS)) for length in of_it]
-
-    def key(point: Point) -> tuple[int, int]:
-        what = (point.shape.name, point.length)
-        return order.index(what) if what in order else len(order), point.length
-
-    return sorted(found, key=key)
+    table = shapes(device)
+    if lengths:
+        return [(table[name], length, TURNS) for name in names for length in lengths]
+    ours = {(name, length) for name in names for length in table[name].lengths}
+    first = [(table[name], length, turns) for (name, length), turns in FIRST.items() if (name, length) in ours]
+    others = [name for name in names if name not in {shape.name for shape, *_ in first}]
+    return first + [(table[name], length, TURNS) for name in others for length in table[name].lengths]
 
 
 def measure(run: results.Run, points: list[Point], rivals: list[Rival], budget: Budget) -> None:
@@ -80,10 +70,10 @@ def measure(run: results.Run, points: list[Point], rivals: list[Rival], budget: 
             done.append(found)
         run.save()
 
-    for point in points:
-        name = f"{point.shape.name} {point.length}"
-        results.say(f"{point.shape.name}, {point.length} tokens")
-        found = run.attempt(name, run_point, point.shape, point.length, rivals, budget, point.turns, STEPS, keep)
+    for shape, length, turns in points:
+        name = f"{shape.name} {length}"
+        results.say(f"{shape.name}, {length} tokens")
+        found = run.attempt(name, run_point, shape, length, rivals, budget, turns, STEPS, keep)
         run.attempt(f"after {name}", clear, budget.device)
         if found is not None:
             run.failures += found["failures"]
@@ -107,7 +97,7 @@ def show(point: dict[str, Any]) -> None:
     say = results.say
     for name, row in point["rivals"].items():
         if "median_s" not in row:
-            say(f"    {name:22s} {row['out'][:110]}")
+            say(f"    {name:22s} {row.get('out', 'no samples')[:110]}")
             continue
         spread = (max(row["samples_s"]) - min(row["samples_s"])) / row["median_s"]
         text = f"    {name:22s} {row['median_s'] * 1e3:10.1f} ms ±{50 * spread:4.1f} %  {row['tflops']:7.3g} TFLOP/s"

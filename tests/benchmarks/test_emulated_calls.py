@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from typing import Any
 
 import pytest
 
 from benchmarks.emulated_calls import PER_LAYER, SYNCHRONIZING, WAIT_OF_COMPUTE
-from ds_memo.ops.builder import cuda_headers
 from tests.benchmarks import emulated_controls
-from tests.benchmarks.test_emulator import no_emulated_process_hangs, ran  # noqa: F401
+from tests.benchmarks.emulated import NEEDED, no_emulated_process_hangs, ran  # noqa: F401
 from tests.swap.mutants import waits
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.processes,
-    pytest.mark.skipif(
-        not os.environ.get("DS_MEMO_CUDA_TORCH") or cuda_headers() is None,
-        reason="needs DS_MEMO_CUDA_TORCH (see benchmarks/emulator/emulator.py) and CUDA's runtime headers",
-    ),
-]
+pytestmark = NEEDED
 LAYERS = 6
 SWAPPING = json.dumps({"alpha": 0.5, "resident_layers": 2})
 TILES = json.dumps({"alpha": 0.5, "resident_layers": 0, "tile_tokens": 4096})

@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
 
 from benchmarks import rehearsal
 from ds_memo.estimate import hardware
-from ds_memo.ops.builder import cuda_headers
 from tests.benchmarks import emulated_exchanges
+from tests.benchmarks.emulated import NEEDED, no_emulated_process_hangs  # noqa: F401
 from tests.benchmarks.emulated_exchanges import BORDER, HEADS, RANK, RANKS, TOKENS
-from tests.benchmarks.test_emulator import no_emulated_process_hangs  # noqa: F401
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.processes,
-    pytest.mark.skipif(
-        not os.environ.get("DS_MEMO_CUDA_TORCH") or cuda_headers() is None,
-        reason="needs DS_MEMO_CUDA_TORCH (see benchmarks/emulator/emulator.py) and CUDA's runtime headers",
-    ),
-]
+pytestmark = NEEDED
 HEAD = TOKENS * 128 * 2
 """Bytes of a head of a rank's tokens."""
 

@@ -4,7 +4,6 @@ what waits for what."""
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,32 +16,15 @@ from ds_memo.estimate import hardware
 from ds_memo.estimate.estimate import estimate
 from ds_memo.estimate.model import from_config
 from ds_memo.estimate.question import Question
-from ds_memo.ops.builder import cuda_headers
 from ds_memo.units import GIB
+from tests.benchmarks.emulated import NEEDED, no_emulated_process_hangs, ran  # noqa: F401
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        not os.environ.get("DS_MEMO_CUDA_TORCH") or cuda_headers() is None,
-        reason="needs DS_MEMO_CUDA_TORCH (see benchmarks/emulator/emulator.py) and CUDA's runtime headers",
-    ),
-]
+pytestmark = NEEDED
 
 
 def rarely(*case: Any) -> Any:
     """Return a case that runs with the sweeps."""
     return pytest.param(*case, marks=pytest.mark.sweep)
-
-
-@pytest.fixture(autouse=True)
-def no_emulated_process_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """End one after some minutes. It takes a half to two on a core of its own."""
-    monkeypatch.setenv("EMULATED_LIMIT_S", "400")
-
-
-def ran(capfd: pytest.CaptureFixture[str], *words: str) -> Any:
-    assert emulator.main([*words, "--json"]) == 0
-    return json.loads(capfd.readouterr().out.splitlines()[-1])
 
 
 def steps(capfd: pytest.CaptureFixture[str], memo: dict[str, Any], length: int = 16384, *options: str) -> list[dict[str, Any]]:

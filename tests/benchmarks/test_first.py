@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch.nn.functional as F
 from benchmarks import first, first_large, first_steps, results
 from benchmarks.assertions import FAIL, NOT_JUDGED, PASS, SKIPPED, TIMES, VALUES, Assertion, Machine, Measured, Skip
 from benchmarks.emulated_process import run_emulated
-from ds_memo.ops.builder import cuda_headers
+from tests.benchmarks.emulated import needs_emulator, no_emulated_process_hangs  # noqa: F401
 
 CPU = Machine(torch.device("cpu"), emulated=False)
 EMULATOR = Machine(torch.device("cuda"), emulated=True)
@@ -97,21 +96,13 @@ def test_a_kernel_that_wraps_is_seen(wrong):
 
 # ---- over the emulator
 
-emulated = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        not os.environ.get("DS_MEMO_CUDA_TORCH") or cuda_headers() is None,
-        reason="needs DS_MEMO_CUDA_TORCH (see benchmarks/emulator/emulator.py) and CUDA's runtime headers",
-    ),
-]
-
 
 def rows_of(out: Path) -> dict[str, dict[str, Any]]:
     return {row["name"]: row for row in json.loads(out.read_text())["assertions"]}
 
 
-@pytest.mark.parametrize("_", [pytest.param(0, marks=emulated, id="all points")])
-def test_every_assertion_runs_over_the_emulator(_: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+@needs_emulator
+def test_every_assertion_runs_over_the_emulator(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "first.json"
     assert first.main(["--device", "emulator", "--out", str(out)]) == 0
     rows = rows_of(out)
@@ -124,13 +115,14 @@ def test_every_assertion_runs_over_the_emulator(_: int, tmp_path: Path, capfd: p
     assert "the emulator has no values" in said and "the emulator has no times" in said
 
 
+@needs_emulator
 @pytest.mark.parametrize(
     "fault, point, name",
     [
-        pytest.param("unpinned", 2, "memory of the host slab", marks=emulated),
-        pytest.param("synchronizes", 6, "calls of CUDA in steady steps", marks=emulated),
-        pytest.param("reads_a_value", 6, "steady steps under sync-debug mode", marks=emulated),
-        pytest.param("unplanned", 9, "planned addresses in steady steps", marks=emulated),
+        ("unpinned", 2, "memory of the host slab"),
+        ("synchronizes", 6, "calls of CUDA in steady steps"),
+        ("reads_a_value", 6, "steady steps under sync-debug mode"),
+        ("unplanned", 9, "planned addresses in steady steps"),
     ],
 )
 def test_what_is_broken_fails_with_its_cure(

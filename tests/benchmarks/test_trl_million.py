@@ -1,24 +1,17 @@
 """TRL's million tokens, rehearsed at a small size: both ways train, and steps take the time of their attention."""
 
 import json
-import os
-
-import pytest
 
 from benchmarks import trl_million
 from benchmarks.published_runs import machine
-from ds_memo.ops.builder import cuda_headers
-from tests.benchmarks.test_emulator import no_emulated_process_hangs  # noqa: F401
+from tests.benchmarks.emulated import NEEDED, no_emulated_process_hangs  # noqa: F401
 
 LENGTH = 1 << 18
 
 
-@pytest.mark.slow
-@pytest.mark.processes
-@pytest.mark.skipif(
-    not os.environ.get("DS_MEMO_CUDA_TORCH") or cuda_headers() is None,
-    reason="needs DS_MEMO_CUDA_TORCH (see benchmarks/emulator/emulator.py) and CUDA's runtime headers",
-)
+pytestmark = NEEDED
+
+
 def test_steps_take_the_time_of_their_attention(tmp_path):
     found = tmp_path / "found.json"
     assert trl_million.main(["rehearse", "--layers", "2", "--tokens", str(LENGTH), "--steps", "3", "--json", str(found)]) == 0

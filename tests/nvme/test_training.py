@@ -11,6 +11,7 @@ import torch
 
 from ds_memo.nvme import direct_files
 from ds_memo.runtime.attach import attach
+from ds_memo.runtime.handle import MemoHandle
 from ds_memo.swap.streams import ThreadStreams
 from tests import architectures
 from tests.everyday import everyday
@@ -74,7 +75,7 @@ def test_a_drive_that_fails_is_what_is_blamed(tmp_path, monkeypatch):
         monkeypatch.setattr(direct_files.os, "pwritev", full)
         accumulate(model)
         assert_equal(gradients(model), wanted)
-        written, why = (memo.report()["nvme"]["bytes_written"], memo.warnings)
+        written, why = (MemoHandle(memo).report()["nvme"]["bytes_written"], memo.warnings)
         monkeypatch.undo()
     assert written == 0
     assert any("could not be written and stays in host memory: rank 0 could not write" in warning for warning in why)
@@ -89,7 +90,7 @@ def test_gradients_are_the_host_homes(name, alpha, residents, tile, tmp_path):
     with late_files(0), attached_with_files(model, DelayedStreams(0), config, tmp_path, host) as memo:
         accumulate(model)
         assert memo.slab.peak_used <= memo.slab.budget.nbytes
-        assert memo.report()["nvme"]["bytes_written"] >= memo.report()["nvme"]["bytes_read"] > 0
+        assert MemoHandle(memo).report()["nvme"]["bytes_written"] >= MemoHandle(memo).report()["nvme"]["bytes_read"] > 0
     assert_equal(gradients(model), wanted)
 
 
@@ -114,7 +115,7 @@ def test_what_tiles_of_hybrids_leave_each_other_comes_back(name, alpha, tmp_path
                 model.zero_grad()
                 loss()
                 assert_within(gradients(model), wanted, hybrids.EXACT)
-            report = memo.report()
+            report = MemoHandle(memo).report()
     hybrids.assert_was_tiled(report)
     assert report["nvme"]["bytes_written"] >= report["nvme"]["bytes_read"] > 0
 

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from ds_memo.nvme.file_home import FileHome
+from ds_memo.runtime.handle import MemoHandle
 from ds_memo.swap.pinned_segments import PAGE
 from ds_memo.swap.streams import ThreadStreams
 from tests.nvme.rig import FRAMES, Watched, attached_with_files
@@ -91,9 +92,12 @@ def run(
     with over(way, setup.model, streams, config, path, FRAMES * (largest or PAGE), home, **more) as memo:
         results, done = play(setup.model, seed, ACTIONS), 1
         if way == "files":
-            done = memo.report()["nvme"]["bytes_read"]
+            done = MemoHandle(memo).report()["nvme"]["bytes_read"]
         elif way == "tiles":
-            tiles = memo.report()["tiles"] or {"layers": [], "not_tiled": {}}  # a schedule may have no training forward
+            tiles = MemoHandle(memo).report()["tiles"] or {
+                "layers": [],
+                "not_tiled": {},
+            }  # a schedule may have no training forward
             assert all("a hook of its" in reason for reason in tiles["not_tiled"].values())  # the action "raise" sets one
             done = len(tiles["layers"])
         return results, done
