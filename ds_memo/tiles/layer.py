@@ -425,9 +425,10 @@ class TiledCall:
             d_result = self._new_result(gradient.device)
         d_hidden = gradient if may_overwrite else torch.empty_like(gradient, memory_format=torch.contiguous_format)
         self._post_backward(sums, gathered, gradient, d_hidden, d_inputs, result, d_result)
+        if attention is not None:
+            sums.round_sums()  # in post's part: beside attention's gradients both dtypes hide how their bytes grow with tokens
         self._host.part_begins("attention_backward")
         if attention is not None:
-            sums.round_sums()
             attention.supply(result)
             del result
             attention.backward(sums, gathered, d_result, then=self._last_frame)

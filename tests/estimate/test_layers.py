@@ -86,6 +86,16 @@ def test_parts_in_tiles_are_those_in_the_emulator(llama: Model, monkeypatch: pyt
 
 
 @pytest.mark.slow
+def test_beside_attentions_backward_lie_rounded_sums(llama: Model) -> None:
+    """In any groups of heads bytes grow with tokens alone, from those of the gradients of o_proj, MLP and norm in bf16."""
+    short, long, _ = llama.measured._in_tiles(0, 1, H100)
+    assert long.length == 2 * short.length
+    number, of_sums = PARTS.index("attention_backward"), 2 * (4096 * 4096 + 3 * 4096 * 14336 + 4096)
+    for few, many in zip(short.peaks, long.peaks, strict=True):
+        assert 2 * few[number][0] - many[number][0] == pytest.approx(of_sums, rel=1e-3)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "groups", "units"), [(8, 1, 8.03), (8, 4, 5.78), (4, 8, 5.15)])
 def test_attention_under_ulysses_is_that_of_rehearsals(llama: Model, ranks: int, groups: int, units: float) -> None:
     """Measured with 524,288 tokens a rank: the forward, without frames."""
