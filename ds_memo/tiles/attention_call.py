@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch._C import _len_torch_function_stack, _pop_torch_function_stack, _push_on_torch_function_stack
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_is_leaf, tree_unflatten
 
 from ds_memo.remat.layer_call import CannotTile
 from ds_memo.remat.modes import saves_for_a_checkpoint
@@ -47,7 +47,7 @@ class AttentionCall:
 
     def __init__(self, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> None:
         self.fn = fn
-        self.leaves, self.spec = tree_flatten((args, kwargs))
+        self.leaves, self.spec = _flatten(args, kwargs)
         self.cut_from: dict[int, torch.Tensor] = {}
         """By the id of each argument of the tile that was cut, what it was cut from."""
 
@@ -89,6 +89,22 @@ class AttentionCall:
     def result_dim(self) -> int:
         query = next(leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor))
         return query.dim() - 2 if self.is_sdpa else 1
+
+
+_LEAVES = (torch.Tensor, nn.Module, int, float, str, type(None))
+
+
+def _flatten(args: tuple, kwargs: dict[str, Any]) -> tuple[list[Any], TreeSpec]:
+    """Return ``tree_flatten((args, kwargs))``, which takes 30 µs, in less time where no argument is a container."""
+    leaves = [*args, *kwargs.values()]
+    if all(isinstance(leaf, _LEAVES) or tree_is_leaf(leaf) for leaf in leaves):
+        return leaves, _spec(len(args), tuple(kwargs))
+    return tree_flatten((args, kwargs))
+
+
+@functools.lru_cache(maxsize=64)
+def _spec(args: int, names: tuple[str, ...]) -> TreeSpec:
+    return tree_flatten(((None,) * args, dict.fromkeys(names)))[1]
 
 
 class _Reached(BaseException):

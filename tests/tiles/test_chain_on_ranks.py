@@ -56,7 +56,7 @@ def run(name: str, batches: Any, tile: int, alpha: float, ulysses: int = 2) -> t
         warnings.simplefilter("ignore")
         model = build(name)
         batches = batches if isinstance(batches, Sequence) else [batches]
-        wants = [batch.outcome(model) if isinstance(batch, Padded) else batch.apart(model) for batch in batches]
+        wants = [batch.apart(model) for batch in batches]
         sequence.set_up(model, dist.get_world_size(), ulysses=ulysses)
         handle = ds_memo.attach(model, config(tile, alpha))
         found = []
