@@ -135,7 +135,8 @@ def _lines(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             "predicted",
             f"{predicted['layers_s']:.4g} s for the layers of a pass; {size(predicted['host_bytes'])} host, {device} device",
         )
-        for name, parts in (("at the peak", predicted["device_bytes_by_part"]), ("non-layer memory", predicted["beside_bytes"])):
+        at_the_peak = predicted.get("device_bytes_by_part", {})  # reports of before have none
+        for name, parts in (("at the peak", at_the_peak), ("non-layer memory", predicted["beside_bytes"])):
             if found := [f"{size(parts[part])} {words}" for part, words in _BYTES_OF.items() if parts.get(part)]:
                 yield name, ", ".join(found)
     if profile := report.get("profile"):
