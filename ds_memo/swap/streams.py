@@ -182,6 +182,17 @@ def finish_abandoned(device: torch.device) -> None:
         _ending.pop().join()
 
 
+def _join_ending() -> None:
+    while _ending:
+        _ending.pop().join(_LAST_S)
+
+
+_LAST_S = 10.0
+# At exit finalizers run in the opposite order, so this one is behind those that tell threads to end. A daemon thread that is
+# still in PyTorch's code when the interpreter ends aborts the process ("terminate called without an active exception").
+weakref.finalize(finish_first, _join_ending)
+
+
 class _CudaEvent(torch.Event):
     """PyTorch's event in C++: a torch.cuda.Event takes twice as long to make and record."""
 
