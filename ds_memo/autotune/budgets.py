@@ -67,7 +67,7 @@ class HeadMemory(NamedTuple):
 
 
 class PassMemory(NamedTuple):
-    """What one rank knows of the non-layer memory of a pass."""
+    """Non-layer memory of a pass, as far as one rank knows it."""
 
     tokens: int
     head_bytes: int

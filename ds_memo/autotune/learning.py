@@ -29,7 +29,7 @@ TOLERATED = 0.05
 
 
 class Totals(NamedTuple):
-    """What was measured since training began, or in a window: bytes and seconds of this rank."""
+    """Measurements since training began, or in a window: bytes and seconds of this rank."""
 
     passes: int = 0
     seconds: float = 0.0

@@ -43,7 +43,7 @@ class Start(NamedTuple):
 
 
 class Vote(NamedTuple):
-    """What ranks that meet in layers must do alike: the greatest of each number over all of them."""
+    """Numbers by which ranks that meet in layers do the same: the greatest of each over all of them."""
 
     probes: int
     digest: int

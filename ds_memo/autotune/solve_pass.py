@@ -23,7 +23,7 @@ _TOO_MUCH = 0.05
 
 
 class SolveRequest(NamedTuple):
-    """What the solution of a pass depends on, beside what is configured and learned."""
+    """Inputs of the solution of a pass, besides what is configured and learned."""
 
     shapes: HiddenShapes
     in_flight: InFlight

@@ -161,9 +161,9 @@ class Tuner:
     ) -> PassSolution | None:
         """Solve for this rank, and again where ranks that meet in layers must do the same.
 
-        These gather parameters in every forward and replay of a layer, or trade tokens there. So no rank probes a forward alone,
-        all replay the same layers (all, unless they agree on those without recompute), and all gather layers alike if one has
-        tiles. Their lengths may differ.
+        These gather parameters in every forward and replay of a layer, or trade tokens there. So no rank probes a forward alone.
+        All replay the same layers: every layer, unless they agree on those without recompute. All gather layers alike if one
+        has tiles. Their lengths may differ.
         """
         while True:
             solution = refusal = None
@@ -248,7 +248,8 @@ class Tuner:
 
         def costs(tiles: Tiles | None) -> RunCosts:
             run = self._budgets.costs(profile, shapes, request.in_flight, request.host, tiles)
-            run = functools.reduce(lambda run, part: part.correct(run), self._parts, run)
+            for part in self._parts:
+                run = part.correct(run)
             return run if run.nvme is None else replace(run, nvme=replace(run.nvme, budget=request.files))
 
         overhead = UNPLANNED_OVERHEAD if self._addresses.planned else 1.0  # a pass without frames is never planned
@@ -356,6 +357,8 @@ class Tuner:
             self.changes.append(f"alpha lowered from {before.alpha:.4g} to {after.alpha:.4g}: {why}")
         elif after.kinds != before.kinds:
             self.changes.append(f"other placements ({after.binding}): {why}")
+        else:
+            self.changes.append(f"{why}; placements stay")
 
     def _non_layer_memory(self, calls: int) -> PassMemory | None:
         passed = self._latest

@@ -13,7 +13,8 @@ from ds_memo.solve.run_costs import LayerCosts, RunCosts
 from ds_memo.units import GIB
 
 TILED_UNITS = 12.1
-"""Peak of a layer's backward with DeepSpeed's TiledMLP, in hidden states: docs/benchmarks.md, by the emulator."""
+"""Most that a layer's backward takes with DeepSpeed's TiledMLP, in hidden states: Llama-3-8B's width, by the emulator
+(docs/benchmarks.md). A layer that takes less whole is taken for no more."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,8 @@ class Checkpointing:
         again_s, backward_s = layer.replay_s + layer.gemm_s + layer.attention_s, layer.backward_s
         waits = costs.hidden_bytes if self.waits else 0
         if self.tiled_mlp:  # the MLP is all that follows attention's projection; its weights' gradients are summed in bf16
-            projected = next(o.born for o in layer.outputs if o.role == "gemm" and o.born > layer.outputs[-1].born / 3)
+            gemms = (output.born for output in layer.outputs if output.role == "gemm")
+            projected = next((born for born in gemms if born > layer.outputs[-1].born / 3), 1.0)  # 1: no product follows
             sums = math.ceil(costs.tokens / costs.model.hidden) * 6 * costs.model.layer_parameters
             rate = costs.hardware.device_bandwidth * costs.hardware.device_bandwidth_efficiency
             backward_s += (1 - projected) * layer.forward_s + sums / rate
@@ -54,7 +56,7 @@ class Checkpointing:
         return {
             "inputs of layers": hidden * (len(layers) if self.inputs is None else self.inputs),
             "gathered parameters": gathered_bytes(costs),
-            "transients": max(0, TILED_UNITS * hidden if self.tiled_mlp else whole),
+            "transients": max(0, min(whole, TILED_UNITS * hidden) if self.tiled_mlp else whole),
             "logits": costs.tokens * costs.model.vocab * LOGIT_BYTES if self.whole_logits else 0.0,
         }
 

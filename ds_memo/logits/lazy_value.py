@@ -32,7 +32,7 @@ CHANGED = (
 
 
 class HeadInputs:
-    """What lazy logits hold: the hidden states, and the head's parameters as they were at the call.
+    """Tensors that lazy logits hold: the hidden states, and the head's parameters as they were at the call.
 
     Only the lazy tensors keep it alive. The graph saves the hidden states as autograd does, and uses the parameters.
     """

@@ -1,4 +1,4 @@
-"""What lazy logits share with their views, as other tensors share a storage: what they are now, and values once they exist.
+"""State that lazy logits share with their views, as tensors share a storage: an expression, and values once they exist.
 
 A change in place that ops.py knows makes another content for all of the memory. Views are made from it anew, so they follow.
 """

@@ -26,6 +26,7 @@ from ds_memo.profile.stopwatch import Stopwatch, now, repeats, seconds_between
 from ds_memo.remat.checkpoint import Remat
 from ds_memo.remat.layer import Layer
 from ds_memo.remat.layer_call import LayerRunner, OwnForward
+from ds_memo.remat.layer_host import LayerHost
 from ds_memo.remat.random_states import KeepsGiven, forked
 from ds_memo.remat.recipe import Gemm, Recipe
 from ds_memo.remat.tensors import tensor_leaves
@@ -198,7 +199,8 @@ class Bench:
         self._engine = _Watched(streams_for(device), HostSlab(0, HostPool(device)), device)
         self.part_begins: Callable[[], None] = lambda: None
         """Called as each part of a layer in tiles begins."""
-        self.remat = Remat(self._engine, self._policy, warn, attention, tiler=tiler, part_begins=lambda part: self.part_begins())
+        host = LayerHost(self._engine, self._policy, warn, attention, part_begins=lambda part: self.part_begins())
+        self.remat = Remat(host, tiler)
 
     def close(self) -> None:
         self._engine.close()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -11,15 +11,13 @@ import torch
 from torch.nn.utils import parametrize
 
 from ds_memo.errors import MemoError
-from ds_memo.layer_observer import LayerObserver
 from ds_memo.remat.layer import Layer
 from ds_memo.remat.layer_call import CannotRun, LayerCall, LayerRunner, OwnForward
-from ds_memo.remat.layer_host import LayerHost, Policy
+from ds_memo.remat.layer_host import LayerHost
 from ds_memo.remat.modes import inside_a_checkpoint, inside_a_layer, keep_dynamo_out
 from ds_memo.remat.recorded import Recorded
 from ds_memo.remat.uncheckpointed import Uncheckpointed
 from ds_memo.remat.undo import changed, stacks_restored
-from ds_memo.swap.engine import SwapEngine
 
 UNCOMPILED = "it {}, so it runs uncompiled, with the same memory and results"
 
@@ -28,26 +26,16 @@ LayerRun = Callable[[Layer, Callable[..., Any], tuple, dict[str, Any]], Any]
 
 
 class Remat:
-    """Runs the layers of one attached model. The arguments are those of LayerHost, and:
+    """Runs the layers of one attached model.
 
     Args:
+        host: what its runners may use.
         tiler: runs calls in tiles; None: layers run whole.
     """
 
-    def __init__(
-        self,
-        engine: SwapEngine,
-        policy: Policy,
-        warn: Callable[[str], None],
-        attention: str | None,
-        observers: Sequence[LayerObserver] = (),
-        tiler: LayerRunner | None = None,
-        isolated: Callable[[], AbstractContextManager[None]] = nullcontext,
-        part_begins: Callable[[str], None] = lambda part: None,
-    ) -> None:
+    def __init__(self, host: LayerHost, tiler: LayerRunner | None = None) -> None:
         keep_dynamo_out()
-        self.host = LayerHost(engine, policy, warn, attention, observers, isolated, part_begins)
-        self.engine, self.work = engine, self.host.work
+        self.host, self.engine, self.work = host, host.engine, host.work
         runners: tuple[LayerRunner, ...] = (Uncheckpointed(), Recorded())
         self._runners = runners if tiler is None else (tiler, *runners)
         self._instead: LayerRun | None = None

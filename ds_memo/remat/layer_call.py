@@ -37,7 +37,7 @@ class LayerCall:
     preserve_rng_state: bool = True
     """True if the replay must draw the same random numbers as the forward."""
     verdict: Any = None
-    """What a runner's `refusal` has found out for its `run`."""
+    """Found out by a runner's `refusal`, for its `run`."""
 
     def __post_init__(self) -> None:
         called = partial(self.forward, *self.args, **self.kwargs)  # partials of partials are one

@@ -1,4 +1,4 @@
-"""What runs layer calls asks here: swap engine, observers, warnings, and the placement that a call gets. It knows no runner."""
+"""The side that runners of layer calls ask: swap engine, observers, warnings, and the placement of a call. It knows no runner."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ WITHOUT_ROOM = {
 
 
 class LayerHost:
-    """What runners of one model's layer calls may use.
+    """Everything that runners of one model's layer calls may use.
 
     Args:
         engine: keeps what backwards need.

@@ -103,16 +103,17 @@ def _make_recipe(layer: Layer, key: Any, record: Call, observed: Observed, host:
     if placement.kind.recomputes_attention:
         observed.recompute_attention()
     observed.close_over_inputs(all_rows_kept=placement.alpha == 1.0)
+    made: Callable[[float], Any] = functools.cache(functools.partial(make_recipe, observed))
     if observed.packs:
-        sizes = observed.sizes()
         frame.placement = host.admit(
-            layer, placement, Way.RECORDED, lambda placed: make_recipe(observed, placed.decided_alpha)[0].layout.host_bytes, sizes
+            layer, placement, Way.RECORDED, lambda placed: made(placed.decided_alpha)[0].layout.host_bytes, observed.sizes()
         )
     if frame.placement.kind is not placement.kind:  # in this call alone: the next one is analysed
         key = None
         observed.recompute_attention()
         observed.close_over_inputs(all_rows_kept=False)
-    recipe, tensors = make_recipe(observed, frame.placement.decided_alpha if observed.packs else 0.0)
+        made = functools.partial(make_recipe, observed)
+    recipe, tensors = made(frame.placement.decided_alpha if observed.packs else 0.0)
     record.recipe = layer.latest = recipe
     if key is not None:
         layer.remember(key, recipe)

@@ -23,8 +23,8 @@ from ds_memo.tiles.norms import TiledNorm, norms_beside
 from ds_memo.units import GIB
 
 LONG = 4096
-"""Tokens from which norms outside the layers run in tiles of as many (eager, one makes 5 to 10 copies of all hidden states), and
-forwards without gradients."""
+"""Tokens from which norms outside the layers, and forwards without gradients, run in tiles of as many. An eager norm makes 5 to
+10 copies of all hidden states."""
 
 
 class Passes:

@@ -34,6 +34,7 @@ from ds_memo.planned_alloc.runtime import Addresses
 from ds_memo.remat.checkpoint import Remat
 from ds_memo.remat.diagnostics import within_compiled
 from ds_memo.remat.layer import Layer
+from ds_memo.remat.layer_host import LayerHost
 from ds_memo.remat.modes import inside_a_layer
 from ds_memo.runtime import active_forward, conflicts
 from ds_memo.runtime.lazy_heads import LazyHeads
@@ -131,7 +132,8 @@ class Session:
             if self.tiling is not None:
                 undo_with(self.tiling.close)
             observers, addresses = (*ties.observers, self.addresses), self.addresses
-            self.remat = Remat(self.engine, self.policy, self.warn, config.attention, observers, self.tiling, addresses.aside)
+            host = LayerHost(self.engine, self.policy, self.warn, config.attention, observers, addresses.aside)
+            self.remat = Remat(host, self.tiling)
             self.tuner = None if self.policy.fixed else self._make_tuner()
             self._patch(model, layers)
         except BaseException:

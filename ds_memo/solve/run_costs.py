@@ -59,7 +59,7 @@ class PeakBytes:
 
 @dataclass(frozen=True)
 class TileCosts:
-    """What is different in a layer that runs in tiles. Each tile has a frame, and two of these are on the device at once.
+    """Differences of a layer that runs in tiles. Each tile has a frame, and two of these are on the device at once.
 
     During attention's backward only one tile's input is on the device.
     """

@@ -1,4 +1,4 @@
-"""What the streams of a step do over time."""
+"""Work of the streams of a step over time."""
 
 from __future__ import annotations
 

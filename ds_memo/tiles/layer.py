@@ -8,14 +8,14 @@
 A layer without attention is all post: one run of each tile forward, one backward. Convolutions and scans go on from tile to tile:
 each tile gets what the one before left (its carry), and the gradient of that goes back in the backward.
 
-Frames: one for attention (its log-sum-exp), one for each tile (its hidden states, its carry, its part of attention's output, what
-routers chose, and if the tile is stored all GEMM outputs). With attention, the backward asks for the tiles', attention's, and the
-tiles' once more.
+Attention has a frame with its log-sum-exp. Each tile has one with its hidden states, its carry, its part of attention's output,
+and what routers chose; a stored tile's has all GEMM outputs, too. With attention, the backward asks for the tiles', attention's,
+and the tiles' once more.
 
 Parameters are arguments of the function, and tiles see aliases of them: hooks of a parameter see one gradient per backward.
 
-Where ranks share a sequence and the layer mixes tokens by more than attention, hidden states and whatever else it gets of its
-tokens move, so that tiles of one number are one stretch of the sequence (ds_memo.sequence.striped). The output moves back.
+Ranks that share a sequence take stretches of it in turn where the layer mixes tokens by more than attention: tiles of one number
+are one stretch (ds_memo.sequence.striped). Hidden states and other arguments of tokens move there, and the output moves back.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from ds_memo.tiles.weight_gradients import see_products_of_zero3
 
 @dataclass(frozen=True)
 class TileRecipe:
-    """What tiles of one size keep. Its views are the recipes of a tile's runs in the backward.
+    """Recipe of tiles of one size. Its views are the recipes of a tile's runs in the backward.
 
     The ops of a tile without attention are all of its post.
     """

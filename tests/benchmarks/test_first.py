@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from benchmarks import first, first_large, first_steps, results
 from benchmarks.assertions import FAIL, NOT_JUDGED, PASS, SKIPPED, TIMES, VALUES, Assertion, Machine, Measured, Skip
+from benchmarks.emulated_process import run_emulated
 from tests.benchmarks.emulated import needs_emulator, no_emulated_process_hangs  # noqa: F401
 
 CPU = Machine(torch.device("cpu"), emulated=False)
@@ -28,6 +29,11 @@ def raises(_: Machine) -> Measured:
 
 def skips(_: Machine) -> Measured:
     raise Skip("it is not installed")
+
+
+def test_the_points_are_those_of_the_list():
+    assert list(range(1, 12)) == first.POINTS and first.IN_ORDER[-1].measure is first_steps.sanitizer
+    assert all(assertion.cure and assertion.bar for assertion in first.IN_ORDER)
 
 
 @pytest.mark.processes  # git, for the commit
@@ -107,3 +113,24 @@ def test_every_assertion_runs_over_the_emulator(tmp_path: Path, capfd: pytest.Ca
     assert json.loads(out.read_text())["verb"] not in results.VERBS  # never among a GPU's results
     said = capfd.readouterr().out
     assert "the emulator has no values" in said and "the emulator has no times" in said
+
+
+@needs_emulator
+@pytest.mark.parametrize(
+    "fault, point, name",
+    [
+        ("unpinned", 2, "memory of the host slab"),
+        ("synchronizes", 6, "calls of CUDA in steady steps"),
+        ("reads_a_value", 6, "steady steps under sync-debug mode"),
+        ("unplanned", 9, "planned addresses in steady steps"),
+    ],
+)
+def test_what_is_broken_fails_with_its_cure(
+    fault: str, point: int, name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EMULATED_CALLS", "1")
+    out = tmp_path / "first.json"
+    words = [fault, "--device", "emulator", "--points", str(point), "--out", str(out)]
+    assert run_emulated("tests.benchmarks.broken_first", words, 139.8) == 1
+    row = rows_of(out)[name]
+    assert row["verdict"] == FAIL and row["cure"] in capfd.readouterr().out

@@ -102,8 +102,9 @@ def saying_why(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def refuse_writes(module: nn.Module, run: Callable[[], Any], arguments: Sequence[torch.Tensor]) -> None:
-    """Run a layer, and refuse it if it writes to what it holds (counts, running statistics) or is given (states of a cache), or
-    draws from other generators.
+    """Run a layer, and refuse it if it writes to a tensor that it holds or is given, or draws from other generators.
+
+    Such tensors are counts, running statistics, or states of a cache.
 
     Args:
         arguments: tensors that the run gets.
