@@ -202,9 +202,11 @@ class TiledCall:
         if asked.kind.on_device:
             return
         of_attention = self._bytes_of_attention(hidden)
-        recomputed, stored = (
-            [self._recipe(span, is_stored).whole.layout.host_bytes for span in self._spans] for is_stored in (False, True)
-        )
+        by_kind = {
+            kind: [recipes[self._keeps_result, is_stored].whole.layout.host_bytes for is_stored in (False, True)]
+            for kind, recipes in self._recipes.items()
+        }
+        recomputed, stored = zip(*(by_kind[self._kind(span)] for span in self._spans), strict=True)
 
         def host_bytes(placement: Placement) -> int:
             all_stored = stored_tiles(len(stored), placement.decided_alpha)
