@@ -16,8 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_memo.remat.call import Work
 from ds_memo.remat.modes import inside_a_layer
+from ds_memo.remat.recipe import Gemm, Recipe
 from ds_memo.remat.replay import Replay
-from ds_memo.tiles import layer, recipes
+from ds_memo.tiles import layer
 from ds_memo.tiles.modes import RecordPost, RecordPre, ReplayPost
 from ds_memo.tiles.tile_runs import TileRuns
 from tests.faults import put_in
@@ -141,7 +142,7 @@ def test_modes_that_see_fewer_ops_count_the_same_work(name: str, share: float, a
         found, few = work_and_ops(name, patch, alpha)
     with monkeypatch.context() as patch:
         for name_, value in (("records_pre", True), ("records_post", True), ("pre_flops", None)):
-            patch.setattr(recipes.TileRecipe, name_, value)
+            patch.setattr(Recipe, name_, value)
         want, all_ops = work_and_ops(name, patch, alpha)
     assert found == want and found.gemm_flops_recomputed > 0
     assert few <= (share if alpha == 0.0 else 1.0) * all_ops
@@ -158,11 +159,12 @@ class ReadsABuffer(Block):
 
 def test_a_buffer_is_computed_from_no_product(monkeypatch: Patch) -> None:
     """What follows attention reads it, and needs no product of what comes before attention."""
-    found: list[recipes.TileRecipe] = []
+    found: list[Recipe] = []
     put_in(monkeypatch, TileRuns, "analyse", lambda right, *args: found.extend((made := right(*args)).values()) or made)
     with attached(model := toy(ReadsABuffer)):
         step(model, BATCH)
-    assert found and not any(needed for recipe in found for needed in recipe.sections.post_needs)
+    assert found and all(recipe.pre for recipe in found)
+    assert not any(op.for_post for recipe in found for op in recipe.pre if isinstance(op, Gemm))
 
 
 # ---- modes of a layer's own
