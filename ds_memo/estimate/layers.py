@@ -27,9 +27,9 @@ from ds_memo.profile.layer_sample import LayerSample
 from ds_memo.profile.run_profile import LayerProfile, RunProfile
 from ds_memo.profile.tile_sample import TileSample
 from ds_memo.profile.tiles import measure_in_tiles
-from ds_memo.remat.checkpoint import LayerRun
 from ds_memo.remat.layer import Layer
 from ds_memo.remat.layer_call import CannotTile
+from ds_memo.remat.remat import LayerRun
 from ds_memo.sequence.catch_mixers import calls_mixers
 
 META = torch.device("meta")

@@ -23,12 +23,12 @@ from ds_memo.profile.caught_call import CaughtCall, hidden_from_training, uncomp
 from ds_memo.profile.layer_sample import LayerSample
 from ds_memo.profile.live import bytes_made, storages_of
 from ds_memo.profile.stopwatch import Stopwatch, now, repeats, seconds_between
-from ds_memo.remat.checkpoint import Remat
 from ds_memo.remat.layer import Layer
 from ds_memo.remat.layer_call import LayerRunner, OwnForward
 from ds_memo.remat.layer_host import LayerHost
 from ds_memo.remat.random_states import KeepsGiven, forked
 from ds_memo.remat.recipe import Gemm, Recipe
+from ds_memo.remat.remat import Remat
 from ds_memo.remat.tensors import tensor_leaves
 from ds_memo.remat.undo import Undoing
 from ds_memo.solve.run_costs import Output, OutputRole, PeakBytes

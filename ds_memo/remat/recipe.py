@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -149,8 +149,8 @@ class Recipe:
 
     def without_shortcuts(self, followed: int) -> Recipe:
         """Return the recipe of a call that left this one after `followed` ops: supply what was stored, compute the rest."""
-        needed = {"wanted": True, "for_pre": True, "for_post": True}
-        return replace(self, ops=[replace(op, **needed) if isinstance(op, Gemm) else op for op in self.ops[:followed]])
+        needed = partial(replace, wanted=True, for_pre=True, for_post=True)
+        return replace(self, ops=[needed(op) if isinstance(op, Gemm) else op for op in self.ops[:followed]])
 
     # ---- views: the sections of a tile
 

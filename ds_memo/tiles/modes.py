@@ -35,8 +35,9 @@ class RecordPre(Record):
         """True, once the run is over, if it did what the recipe says."""
 
     def __exit__(self, *exception: Any) -> None:
-        at_end = self._next == len(self.call.recipe.pre) and self._awaits_bias is None
-        if exception[0] is None and self._following and not at_end:
+        pre = len(self.call.recipe.pre)
+        if exception[0] is None and self._following and (self._next != pre or self._awaits_bias is not None):
+            self._next = min(self._next, pre)  # an op that looks like the post's first is in the recipe's post
             self._leave()
         self.followed = self._following
         self._following = False  # the recipe goes on behind attention
