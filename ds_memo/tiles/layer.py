@@ -183,7 +183,7 @@ class TiledCall:
             if recipes is None:
                 with self._host.isolated(), self._grads():
                     self._host.work.analysed += 1
-                    call = Call(self._tiled.layer.index, (), self._engine, None, None, self._host.work)
+                    call = Call(self._host, None)
                     recipes = self._runs.analyse(module, call, hidden, self._spans[0], span)
                 remember(self._tiled.recipes, key, recipes)
             found[kind] = recipes
@@ -280,7 +280,7 @@ class TiledCall:
         stored = number in self._stored and not packed
         recipe = self._recipe(span, stored)
         frame = self._engine.begin(f"{self._tiled.layer.name}, tile {number}", self._placement) if self._trains else None
-        call = Call(self._tiled.layer.index, (), self._engine, frame, recipe, self._host.work)
+        call = Call(self._host, frame, recipe)
         if frame is not None:
             frame.ahead = True
             self._engine.adopt(frame, recipe.layout)

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ds_memo.remat.call import Work
+from ds_memo.remat.layer_host import Work
 from ds_memo.remat.modes import inside_a_layer
 from ds_memo.remat.recipe import Gemm, Recipe
 from ds_memo.remat.replay import Replay
