@@ -24,6 +24,7 @@ from ds_memo.distributed.agree import Do, Failed, from_all_ranks, on_all_ranks, 
 from ds_memo.errors import MemoError
 from ds_memo.memory.device import device_budget, device_usage
 from ds_memo.memory.host import host_usage, ranks_on_node
+from ds_memo.profile import stopwatch
 from ds_memo.profile.bandwidth import SPAN, CopyBench
 from ds_memo.profile.caught_call import CaughtCall
 from ds_memo.profile.layer import measure
@@ -48,8 +49,6 @@ WIDTHS = 4
 layer's peak (7B, measured at 4 to 16 Ki tokens); the longest two samples must be beyond that."""
 SHORTEST = 1 << 11
 """Tokens of the shortest check; a shorter fit would measure only overhead, so `direct` is used."""
-WAKING_S = 2.0
-"""Seconds of work before the first measurement on a GPU."""
 
 
 def lengths_of(method: str, length: int, width: int, can_shorten: bool) -> tuple[int, ...]:
@@ -145,7 +144,7 @@ class Asked:
             "method": self.method,
             "attention": self.attention,
             "in_tiles": self.in_tiles,
-            "conditions": {"waking_s": WAKING_S, "host_span": SPAN} if device.type == "cuda" else {},
+            "conditions": {"sustained_s": stopwatch.SUSTAINED_S, "host_span": SPAN} if device.type == "cuda" else {},
         }
 
 
@@ -156,7 +155,6 @@ def take_profile(asked: Asked) -> RunProfile:
         Failed: a measurement failed on some rank. All ranks raise it.
     """
     begin = time.perf_counter()
-    _wake(asked.device)
     kinds = measure_kinds(asked)
     with ExitStack() as stack:  # on_all_ranks lets all ranks start at once
         bench = on_all_ranks(lambda: stack.enter_context(closing(CopyBench(asked.device, asked.host_budget))))
@@ -186,19 +184,6 @@ def measure_kinds(asked: Asked) -> tuple[LayerProfile, ...]:
     """Measure the layers, not the copies. Raises Failed if a measurement failed."""
     with older_objects_aside(asked.device):
         return tuple(_measure_kind(asked, kind) for kind in asked.calls)
-
-
-def _wake(device: torch.device) -> None:
-    """Keep the GPU busy for WAKING_S: until it has left its idle clock, a sixth of the full one, and then its boost clock, which
-    it cannot keep up in training. Random data takes the power that training takes, ones do not."""
-    if device.type != "cuda":
-        return
-    x = torch.randn(4096, 4096, dtype=torch.bfloat16, device=device, generator=torch.Generator(device))
-    until = time.perf_counter() + WAKING_S
-    while time.perf_counter() < until:
-        for _ in range(50):
-            torch.mm(x, x)
-        torch.cuda.synchronize(device)
 
 
 def _measure_kind(asked: Asked, kind: int) -> LayerProfile:

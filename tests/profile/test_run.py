@@ -9,24 +9,9 @@ import pytest
 import torch
 
 from ds_memo.distributed.agree import Failed, on_this_rank
-from ds_memo.profile import run
+from ds_memo.profile import run, stopwatch
 from ds_memo.remat.layer import Layer
 from tests.profile.samples import make_sample
-
-
-def test_the_device_is_awake_before_anything_is_measured(monkeypatch):
-    """A first profile starts on an idle GPU, and the cache keeps its times."""
-    order = []
-
-    def measured(*args):
-        order.append("measured")
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(run, "_wake", lambda device: order.append(f"woken {device}"))
-    monkeypatch.setattr(run, "_measure_kind", measured)
-    with pytest.raises(KeyboardInterrupt):
-        run.take_profile(types.SimpleNamespace(calls=[0], device=torch.device("cuda", 0)))
-    assert order == ["woken cuda:0", "measured"]
 
 
 def test_times_of_a_gpu_that_was_woken_otherwise_are_not_used_again(monkeypatch):
@@ -34,8 +19,8 @@ def test_times_of_a_gpu_that_was_woken_otherwise_are_not_used_again(monkeypatch)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
     asked = run.Asked([], {}, "fit", {}, {}, torch.device("cuda", 0), host_budget=0, warn=print)
     key = asked.key()
-    assert key["conditions"] == {"waking_s": run.WAKING_S, "host_span": run.SPAN}
-    monkeypatch.setattr(run, "WAKING_S", 0.3)
+    assert key["conditions"] == {"sustained_s": stopwatch.SUSTAINED_S, "host_span": run.SPAN}
+    monkeypatch.setattr(stopwatch, "SUSTAINED_S", 0.3)
     assert asked.key() != key
     assert replace(asked, device=torch.device("cpu")).key()["conditions"] == {}
 
