@@ -90,7 +90,7 @@ def without_values(host_gib: float = HOST_GIB, flash_attn_3: bool = False) -> No
     from ds_memo.hf import sequence
     from ds_memo.memory import device as device_memory
     from ds_memo.memory import host as host_memory
-    from ds_memo.profile import run as profile_run
+    from ds_memo.profile import stopwatch
     from ds_memo.remat import recipe, replay_check
     from ds_memo.sequence import catch_mixers
     from ds_memo.swap import pinned_segments
@@ -106,7 +106,7 @@ def without_values(host_gib: float = HOST_GIB, flash_attn_3: bool = False) -> No
     probe.compare = probe.refuse_others = probe.refuse_hidden_draws = lambda *_: None
     compare.is_by_token = refuse.alike = lambda *_: True
     pinned_segments.touch = lambda segment: None
-    profile_run.WAKING_S = 0.0
+    stopwatch.SUSTAINED_S = 0.0
     for module in (device_memory, host_memory):
         module.available_bytes = lambda *_, **__: int(host_gib * GIB)
     for optimizer in (stage_1_and_2.DeepSpeedZeroOptimizer, stage3.DeepSpeedZeroOptimizer_Stage3):

@@ -172,10 +172,10 @@ def _pairs(queries: int, keys: int, left: int, right: int) -> int:
 @contextmanager
 def keeping_time(machine: hardware.Hardware) -> Iterator[Clock]:
     """Within the block, kernels and copies take this machine's time, in ds_memo's measurements too."""
-    from ds_memo.profile import bandwidth, layer
+    from ds_memo.profile import bandwidth
     from ds_memo.runtime import steps
 
-    clock, modules = Clock(machine), (bandwidth, layer, steps)
+    clock, modules = Clock(machine), (bandwidth, steps)
     theirs = [module.time for module in modules]
     for module in modules:  # what they time with the host's clock
         module.time = SimpleNamespace(perf_counter=clock.now)
