@@ -107,22 +107,27 @@ def hf_offload(model: nn.Module, budget: Budget) -> Iterator[Installed]:
 
 
 @contextlib.contextmanager
-def async_offload(model: nn.Module, budget: Budget) -> Iterator[Installed]:
+def async_offload(model: nn.Module, budget: Budget, keep_attention: bool = False) -> Iterator[Installed]:
     """Checkpointing with layer inputs on the host, as accelerate#4175 and DeepSpeed #8282 have it; copies run beside compute and
-    come back a layer ahead."""
+    come back a layer ahead.
+
+    Args:
+        keep_attention: attention's outputs leave, too, and attention runs once, as Axolotl has it (axolotl#3776, #3786).
+    """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    from benchmarks.input_offload import Inputs
+    from benchmarks.input_offload import LayerTensors
 
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    inputs = Inputs(len(layers), budget.device)
+    tensors = LayerTensors(len(layers), budget.device)
+    contexts = {"context_fn": tensors.keep_attention} if keep_attention else {}
 
     def run(layer: Callable[..., Any], *args: Any) -> Any:
-        with inputs.hooks():
-            return torch.utils.checkpoint.checkpoint(layer, *args, use_reentrant=False)
+        with tensors.hooks():
+            return torch.utils.checkpoint.checkpoint(layer, *args, use_reentrant=False, **contexts)
 
     def around() -> AbstractContextManager:
-        inputs.begin_step()
+        tensors.begin_step()
         return nullcontext()
 
     with checkpointed(model, budget):
@@ -282,6 +287,8 @@ _ALL = (
     Rival("async_offload", async_offload),
     Rival("trl", trl),
     Rival("alst, async", alst, {"offload": async_offload}),
+    Rival("axolotl", async_offload, {"keep_attention": True}),
+    Rival("alst, axolotl", alst, {"offload": functools.partial(async_offload, keep_attention=True)}),
     Rival("upipe", upipe),
     Rival("ds_memo", memo, warm_up=3),
     Rival("ds_memo, expandable", memo, warm_up=3, expandable=True),

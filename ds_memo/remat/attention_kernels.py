@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import inspect
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Sequence, Set
@@ -182,7 +183,7 @@ def _activate_best(device: torch.device, configured: str | None, warn: Callable[
 
 def _is_there(module: str) -> bool:
     try:
-        return importlib.util.find_spec(module) is not None
+        return module in sys.modules or importlib.util.find_spec(module) is not None
     except Exception:  # of a package around it, which may be one for another PyTorch
         return False
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
@@ -16,7 +17,6 @@ from ds_memo.errors import MemoError
 from ds_memo.layer_observer import LayerObserver
 from ds_memo.placement import Placement, PlacementKind
 from ds_memo.remat import attention_kernels, cudnn
-from ds_memo.remat.call import Work
 from ds_memo.remat.diagnostics import diagnose, has_compiled
 from ds_memo.remat.layer import Layer
 from ds_memo.remat.recipe import Recipe, SavedOp
@@ -70,6 +70,21 @@ WITHOUT_ROOM = {
     # Sequences in tiles are long, and attention is most of their time: its output stays on the device.
     Way.TILED: Instead(PlacementKind.GEMMS_RECOMPUTED, PlacementKind.GEMMS_RECOMPUTED),
 }
+
+
+@dataclass
+class Work:
+    """Work of all forwards so far, and the part that ran again in backwards."""
+
+    gemm_flops: int = 0
+    """FLOPs of all recorded forwards."""
+    gemm_flops_recomputed: int = 0
+    """FLOPs of GEMMs that ran again in a backward: in replays, and under checkpoints inside layers."""
+    attention_ops_recomputed: int = 0
+    """Attention calls that ran twice: no kernel's output could be kept, the call had left its recipe, or the layer has a
+    checkpoint of its own."""
+    analysed: int = 0
+    """Layer calls and tiles that were analysed so that later ones follow a recipe."""
 
 
 class LayerHost:

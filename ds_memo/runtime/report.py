@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ds_memo.placement import PlacementKind
 from ds_memo.remat import attention_kernels
-from ds_memo.remat.call import Work
+from ds_memo.remat.layer_host import Work
 from ds_memo.runtime.session import Session
 from ds_memo.runtime.throughput import model_flops_utilization
 from ds_memo.sequence.parts import PARTS

@@ -32,11 +32,11 @@ from ds_memo.nvme.file_home import FileHome
 from ds_memo.nvme.open_files import open_files
 from ds_memo.planned_alloc.runtime import Addresses
 from ds_memo.remat import attention_kernels
-from ds_memo.remat.checkpoint import Remat
 from ds_memo.remat.diagnostics import within_compiled
 from ds_memo.remat.layer import Layer
 from ds_memo.remat.layer_host import LayerHost
 from ds_memo.remat.modes import inside_a_layer
+from ds_memo.remat.remat import Remat
 from ds_memo.runtime import active_forward, conflicts
 from ds_memo.runtime.lazy_heads import LazyHeads
 from ds_memo.runtime.module_patches import ModulePatches, Patched, nothing

@@ -92,7 +92,7 @@ class TiledAttention:
 
     def begin(self, placement: Placement) -> None:
         frame = self._engine.begin(f"{self._tiled.layer.name}, attention", placement)
-        self._call = Call(self._tiled.layer.index, (), self._engine, frame, None, self._host.work)
+        self._call = Call(self._host, frame)
 
     # ---- forward
 

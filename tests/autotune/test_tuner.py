@@ -15,6 +15,7 @@ import ds_memo
 from ds_memo.autotune import learning
 from ds_memo.autotune.learning import Link, Totals
 from ds_memo.distributed import agree
+from ds_memo.memory.device import DeviceBudget
 from ds_memo.placement import PlacementKind, spread
 from ds_memo.profile.layer import measure
 from ds_memo.runtime.passes import place as place_calls
@@ -197,9 +198,10 @@ def test_what_is_left_alone_is_there_for_a_pass_that_needs_it(
     but no pass that fits is refused for that."""
     least = device_bytes(costs, kinds(LAYERS, attention_recomputed=range(LAYERS)), 0.0)
 
-    def budget(device: torch.device, given: float | None, to_come: int, headroom: float, lost: int = 0) -> int:
-        states_alone = headroom and adam
-        return 0 if states_alone else int(share * least * (1 - headroom))
+    def budget(device: torch.device, given: float | None, to_come: int, headroom: float, lost: int = 0) -> DeviceBudget:
+        free, withheld = int(share * least), int(share * least * headroom)
+        states = free if headroom and adam else 0
+        return DeviceBudget(max(0, free - withheld - states), free, withheld, "headroom", states)
 
     monkeypatch.setattr("ds_memo.autotune.budgets.device_budget", budget)
     model = build("llama")
@@ -207,7 +209,10 @@ def test_what_is_left_alone_is_there_for_a_pass_that_needs_it(
     handle = attached(model)
     if fits:
         assert_same(step(model, BATCH), step(stock, BATCH))
-        assert handle.report()["predicted"]["device_bytes"] <= max(least, share * least / 2)
+        predicted = handle.report()["predicted"]
+        assert predicted["device_bytes"] <= max(least, share * least / 2)
+        budget = predicted["device_budget"]
+        assert budget["solved_for"] == predicted["device_bytes"] and budget["why"] == "nothing fits with headroom"
     else:
         with pytest.raises(NothingFits, match="device memory"):
             step(model, BATCH)

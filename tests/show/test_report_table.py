@@ -47,6 +47,7 @@ def test_warnings_and_what_was_solved_are_shown(report: dict) -> None:
             "layers_s": 0.125,
             "host_bytes": 1 << 20,
             "device_bytes": 3 << 30,
+            "device_budget": {"solved_for": 4 << 30, "free": 6 << 30, "to_come": 1 << 30, "withheld": 1 << 30, "why": "headroom"},
             "device_bytes_by_part": {"frames": 1 << 30, "reload_buffers": 0, "layer": 2 << 30, "head": 0, "non_layer": 0},
             "beside_bytes": {"forward": 0, "head": 2 << 20, "backward": 3 << 20, "always": 5 << 20},
         },
@@ -64,6 +65,8 @@ def test_warnings_and_what_was_solved_are_shown(report: dict) -> None:
     text = as_text({**report, **more})
     for words in ("0.125 s for the layers of a pass; 1 MiB host, 3 GiB device", "fit, from the cache; 50 GB/s d2h, 60 GB/s h2d"):
         assert words in text
+    states = "1 GiB for gradients and optimizer states to come"
+    assert f"device budget    4 GiB of 6 GiB free, {states}, 1 GiB withheld (headroom)\n" in text
     assert "at the peak      1 GiB frames on the device, 2 GiB one layer\n" in text
     assert "non-layer memory 2 MiB head and loss, 3 MiB backward, 5 MiB other streams\n" in text
     for words in ("changed          alpha lowered", "2 s a step, 4,096 tokens/s of this rank, MFU 50.0%"):
