@@ -62,7 +62,7 @@ def measure_attention(
         finally:
             bench.close()
         kernel = caught.call
-        if kernel is None or not (times := _times(sample, kernel, length, device_budget(device, None, 0, UNSEEN))):
+        if kernel is None or not (times := _times(sample, kernel, length, device_budget(device, None, 0, UNSEEN).nbytes)):
             return None
         seconds = _timed(kernel, times, device)
     return AttentionSample(sample.batch, sample.length * times, *seconds)
