@@ -23,7 +23,7 @@ from ds_memo.units import GIB
 QUARTER = 1 << 18
 """Tokens; lengths are whole multiples of it."""
 DRIVES = {"nvme_memory": 15000 * GIB, "nvme_write": 48e9, "nvme_read": 48e9}
-UPIPE, KERNEL = 5 << 20, "fa3"
+UPIPE, KERNEL = 5 << 20, "flash_attn_3"
 
 
 def fits(asked: Question, recomputes: bool) -> Estimate | None:

@@ -19,7 +19,7 @@ GPUS = (1, 8, 64)
 
 def farthest(name: str, gpus: int) -> Estimate | None:
     """Return the estimate of the longest sequence, with as little offloaded as is needed."""
-    hardware = machine("cudnn" if gpus == 1 else "fa2")
+    hardware = machine("cudnn" if gpus == 1 else "flash")
     for offload in ("none", "optimizer", "all"):
         question = Question(load(str(MODELS / f"{name}.json")), hardware, gpus, 1024, sp=gpus, offload=offload)
         if (found := longest(question)[0]) is not None:

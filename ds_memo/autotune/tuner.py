@@ -39,8 +39,8 @@ from ds_memo.planned_alloc import UNPLANNED_OVERHEAD
 from ds_memo.planned_alloc.runtime import Addresses
 from ds_memo.profile.caught_call import CaughtCall
 from ds_memo.profile.run_profile import RunProfile
-from ds_memo.remat.checkpoint import Remat
 from ds_memo.remat.layer import Layer
+from ds_memo.remat.remat import Remat
 from ds_memo.shapes import HiddenShapes
 from ds_memo.solve.memory import bytes_of_layers
 from ds_memo.solve.refusals import NothingFits

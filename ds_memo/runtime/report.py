@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from ds_memo.placement import PlacementKind
-from ds_memo.remat.call import Work
+from ds_memo.remat import attention_kernels
+from ds_memo.remat.layer_host import Work
 from ds_memo.runtime.session import Session
 from ds_memo.runtime.throughput import model_flops_utilization
 from ds_memo.sequence.parts import PARTS
@@ -51,6 +52,7 @@ def report(session: Session) -> Report:
         step_s=step_s,
         tokens_per_s=tokens_per_s,
         mfu=model_flops_utilization(session.model(), session.hidden_shape(), tokens_per_s, engine.device),
+        attention_kernel=session.kernels_taken | attention_kernels.chosen(),
         eager_attention=dict(session.eager_attention),
         tiles=session.tiling.report() if session.tiling and _may_be_in_tiles(session) else None,
         logits=_logits(session),

@@ -46,11 +46,11 @@ def test_exchanges_of_two_nodes(capfd: pytest.CaptureFixture[str]) -> None:
     assert found["ordered"] == []
     assert any("write" in race and "exchange" in race for race in found["races"])
 
-    def flops_s(pairs: int, efficiency: float) -> float:
-        return 4.0 * pairs * HEADS * 128 / (machine.peak * efficiency)
+    def flops_s(pairs: int, rate: float) -> float:
+        return 4.0 * pairs * HEADS * 128 / rate
 
     length, pair = RANKS * TOKENS, 2 * 2 * 4 * HEAD  # of keys and values: two ranks' tokens, 4 heads
-    seconds = flops_s(length * (length + 1) // 2 // RANKS, machine.attention_forward_efficiency)
+    seconds = flops_s(length * (length + 1) // 2 // RANKS, machine.attention_rates("flash").forward)
     assert took("ring attention") == pytest.approx(seconds, rel=0.02)
     assert sent["ring attention"]["P2P inside a node"] == 7 * pair
     assert (
@@ -63,7 +63,7 @@ def test_exchanges_of_two_nodes(capfd: pytest.CaptureFixture[str]) -> None:
     window = sum(128 * n - 128 * 127 // 2 for n in documents)
     whole = sum(n * n for n in documents)
     for name, pairs in (("packed", packed), ("window", window), ("without limits", whole)):
-        forward, backward = machine.attention_forward_efficiency, machine.attention_backward_efficiency
+        forward, backward = machine.attention_rates("flash")
         assert took(name) == pytest.approx(flops_s(pairs, forward), rel=0.03)
         assert took(f"{name}, backward") == pytest.approx(2.5 * flops_s(pairs, backward), rel=0.05)
     for dtype in ("torch.bfloat16", "torch.float32"):

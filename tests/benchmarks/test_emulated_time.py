@@ -5,15 +5,18 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.attention as attention
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.emulated_process import compiled
 from benchmarks.emulated_time import cost_s
+from ds_memo.attention_kernel import CUDNN, FA3, FLASH
 from ds_memo.estimate import hardware
 from ds_memo.ops.builder import cuda_headers
 
@@ -276,6 +279,38 @@ def test_a_bias_has_no_bytes_and_a_sum_that_is_not_read_neither() -> None:
     assert biased == unread == priced.seconds["mm"]
 
 
+@pytest.fixture
+def active(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The kernel behind PyTorch's flash ops."""
+    if request.param == FA3:
+        stand_in = SimpleNamespace(remove=lambda: None)
+        monkeypatch.setitem(attention._registry._FLASH_ATTENTION_IMPLS, "FA3", lambda: stand_in)
+        attention.activate_flash_attention_impl("FA3")
+    yield request.param
+    attention.restore_flash_attention_impl(_raise_warn=False)
+
+
+OPS = {
+    "_scaled_dot_product_cudnn_attention": lambda q: (q, q, q, None, True, 0.0, True),
+    "_scaled_dot_product_flash_attention": lambda q: (q, q, q, 0.0, True),
+    "_flash_attention_forward": lambda q: (*[q.transpose(1, 2)] * 3, None, None, 2048, 2048, 0.0, True, False),
+}
+
+
+@pytest.mark.parametrize("active", [FLASH, FA3], indirect=True)
+def test_each_op_of_attention_has_the_price_of_its_kernel(active: str) -> None:
+    """A run that takes another kernel than it could shows it in its step."""
+    with FakeTensorMode(), Priced() as priced:
+        query = torch.empty(1, 4, 2048, 64, dtype=torch.bfloat16, device="cuda")
+        for name, given in OPS.items():
+            getattr(torch.ops.aten, name)(*given(query))
+    flops, rates = 4 * 4 * 64 * 2048 * 2048 / 2, dict(priced.machine.attention_kernels)
+    kernels = {name: CUDNN if "cudnn" in name else active for name in OPS}
+    expected = {name: pytest.approx(flops / rates[kernel].forward, rel=1e-3) for name, kernel in kernels.items()}
+    assert {name: seconds for name, seconds in priced.seconds.items() if name in OPS} == expected
+    assert rates[FLASH].forward < 0.65 * rates[CUDNN].forward < 0.65 * rates[FA3].forward
+
+
 @pytest.mark.parametrize("causal, kv_heads", [(True, 4), (False, 4), (True, 1)])
 def test_attention_costs_its_pairs_whatever_heads_the_keys_have(causal: bool, kv_heads: int) -> None:
     shape = (1, 4, 2048, 64)
@@ -284,5 +319,5 @@ def test_attention_costs_its_pairs_whatever_heads_the_keys_have(causal: bool, kv
         key = torch.empty(1, kv_heads, 2048, 64, dtype=torch.bfloat16, device="cuda")
         torch.ops.aten._scaled_dot_product_flash_attention(query, key, key, 0.0, causal)
     pairs = 2048 * 2048 / (2 if causal else 1)
-    rate = priced.machine.peak * priced.machine.attention_forward_efficiency
+    rate = priced.machine.attention_rates("flash").forward
     assert priced.seconds["_scaled_dot_product_flash_attention"] == pytest.approx(4 * 4 * 64 * pairs / rate)

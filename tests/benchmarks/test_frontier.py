@@ -11,7 +11,7 @@ from ds_memo.estimate.question import Question
 from ds_memo.units import GIB
 
 pytestmark = pytest.mark.slow
-ASKED = Question(model("llama3-8b", fused=True), machine("fa3"), 8, 1 << 20)
+ASKED = Question(model("llama3-8b", fused=True), machine("flash_attn_3"), 8, 1 << 20)
 
 
 def test_a_step_without_recomputed_attention_is_shorter() -> None:

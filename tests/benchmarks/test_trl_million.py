@@ -17,8 +17,8 @@ def test_steps_take_the_time_of_their_attention(tmp_path):
     assert trl_million.main(["rehearse", "--layers", "2", "--tokens", str(LENGTH), "--steps", "3", "--json", str(found)]) == 0
     took = json.loads(found.read_text())
     h100 = machine("cudnn")
-    forward = 2.0 * LENGTH**2 * 4096 / 8 / (h100.peak * h100.attention_forward_efficiency)
-    backward = 5.0 * LENGTH**2 * 4096 / 8 / (h100.peak * h100.attention_backward_efficiency)
+    forward = 2.0 * LENGTH**2 * 4096 / 8 / h100.attention_rates("cudnn").forward
+    backward = 5.0 * LENGTH**2 * 4096 / 8 / h100.attention_rates("cudnn").backward
     for way, of_layers in (("trl", 2 * (2 * forward + backward)), ("ours", 2 * (forward + backward))):
         assert of_layers < took[way][-1]["s"] < of_layers + 1.0  # head, loss and GEMMs
         assert took[way][-1]["gib"] > 5

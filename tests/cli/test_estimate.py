@@ -166,7 +166,7 @@ def test_a_sweep_as_table_csv_and_picture(capsys, tmp_path):
     table = tmp_path / "sweep.csv"
     assert cli.main([*BASE, "--sweep", "64K:256K", "--compare", "-o", str(table)]) == 0
     shown = capsys.readouterr().out
-    assert "attention at 217 and 188 TFLOP" in shown and "no plan" not in shown
+    assert "attention: FlashAttention-2 at 217 and 188 TFLOP" in shown and "no plan" not in shown
     assert all(re.search(rf"^  {method} .* {assumed}$", shown, re.MULTILINE) for method, assumed in METHODS.items())
     rows = list(csv.DictReader(table.open()))
     assert len(rows) == 3 * len(METHODS)
@@ -254,6 +254,9 @@ def machine() -> dict:
         ("gpus_per_node", {"value": 2.5, "unit": ""}, "whole number"),
         ("d3h", {"value": 1, "unit": "GB/s"}, "unknown key 'd3h'"),
         ("peak", None, "missing peak"),
+        ("attention_kernels", {"fa2": {}}, "expected an object with keys of flash, flash_attn_3, flash_attn_4, cudnn"),
+        ("attention_kernels", {"flash": {"forward": 1}}, "expected forward and backward"),
+        ("attention_kernels", {"flash": {"forward": 1, "backward": 1}}, "attention_kernels.flash.forward is 1, expected {"),
         ("host_memory", {"value": 1e300, "unit": "GiB"}, "host_memory is 1e+300 GiB, expected a number from"),
     ],
 )

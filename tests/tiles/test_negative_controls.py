@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 from ds_memo.remat.op_policy import ATTENTION
+from ds_memo.remat.recipe import Recipe
 from ds_memo.spans import Span
 from ds_memo.swap.engine import SwapEngine
-from ds_memo.tiles import attention_call, layer, modes, recipes, tile_runs, tiling, weight_gradients
+from ds_memo.tiles import attention_call, layer, modes, tile_runs, tiling, weight_gradients
 from ds_memo.tiles.check import probe, refuse
 from ds_memo.tiles.layer import TiledCall
 from tests.everyday import everyday
@@ -122,7 +123,7 @@ FAULTS: dict[Callable[..., Any], tuple[Any, str]] = {
     corrupt_a_kept_number: (SwapEngine, "_reload"),
     wrong_group_of_heads: (modes.SupplyHeads, "_supplied"),
     forget_the_second_part_of_d_hidden: (TiledCall, "_tile_pre_backward"),
-    leave_out_a_product_of_the_pre: (recipes.TileRecipe, "pre_backward"),
+    leave_out_a_product_of_the_pre: (Recipe, "pre_backward"),
     last_tile_left_out: (layer.GradientSums, "backward"),
     transposed_wrongly: (weight_gradients, "_plus_product"),
     result_of_other_tokens: (TiledCall, "_tile_post"),
