@@ -21,7 +21,6 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from ds_memo.remat.op_policy import ATTENTION
 from ds_memo.remat.undo import changed
-from ds_memo.swap.host_slab import HostSlab
 from ds_memo.units import GIB
 
 
@@ -37,8 +36,6 @@ class Budget:
     """Ranks that trade heads, under UPipe."""
     cache_dir: str | None = None
     """Folder of ds_memo's profiles, shared by the turns of one run; None: its default."""
-    slab: HostSlab | None = None
-    """It stays open for the run, so that its pool is locked once (open_slab.py). None: each turn locks anew."""
 
 
 @dataclass
