@@ -54,7 +54,7 @@ def report(session: Session) -> Report:
         mfu=model_flops_utilization(session.model(), session.hidden_shape(), tokens_per_s, engine.device),
         attention_kernel=session.kernels_taken | attention_kernels.chosen(),
         eager_attention=dict(session.eager_attention),
-        tiles=session.tiling.report() if session.tiling else None,
+        tiles=session.tiling.report() if session.tiling and _may_be_in_tiles(session) else None,
         logits=_logits(session),
         sequence=_sequence(session),
         profile=session.tuner.report() if session.tuner else None,
@@ -62,6 +62,12 @@ def report(session: Session) -> Report:
         nvme=session.drives.report() if session.drives else None,
         warnings=list(session.warnings),
     )
+
+
+def _may_be_in_tiles(session: Session) -> bool:
+    """Return False if the latest pass was solved with all layers whole. Tiles of an earlier one are still known."""
+    solution = session.policy.pass_solution
+    return solution is None or solution.run.tiles is not None
 
 
 def _logits(session: Session) -> dict[str, int] | None:

@@ -18,9 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ds_memo.attention_kernel import CPU, CUDNN, DOCUMENTS, EFFICIENT, FA3, FA4, FLASH, MATH, PLAIN, WINDOW, Attention
+from ds_memo.attention_kernel import CPU, CUDNN, DOCUMENTS, EFFICIENT, FA3, FA4, FLASH, MATH, PLAIN, WINDOW
 from ds_memo.remat import cudnn
-from ds_memo.remat.attention_kernels import checked, kernel_for
+from ds_memo.remat.attention_kernels import checked, described, kernel_for
 from ds_memo.sequence.cache import cache_tensors
 from ds_memo.sequence.exchange import index
 from ds_memo.sequence.kernel_calls import Borders, Interval, KernelCall, Limits, cut, joined, side_by_side, within_windows
@@ -186,15 +186,7 @@ def _once(spans: Sequence[tuple[int | None, Interval]]) -> bool:
 def _kernel(q: Tensor, v: Tensor, bands: tuple[Band, ...], scale: float, softcap: float) -> Kernel:
     if q.device.type not in ("cpu", "cuda"):
         return Math(scale, softcap)
-    call = Attention(
-        str(q.dtype).removeprefix("torch."),
-        q.shape[3],
-        v.shape[3],
-        _mask_of(bands),
-        softcap=bool(softcap),
-        deterministic=torch.are_deterministic_algorithms_enabled(),
-        queries_of_a_head=q.shape[0] * q.shape[1],
-    )
+    call = described(q, v, _mask_of(bands), softcap=bool(softcap), queries_of_a_head=q.shape[0] * q.shape[1])
     return KERNELS[kernel_for(call, q.device).name](scale, softcap)
 
 

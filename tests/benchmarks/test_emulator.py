@@ -189,6 +189,7 @@ def test_no_rival_trains_longer_in_the_same_memory(host_gib: int, capfd: pytest.
         ("alst", 16, 64, 106_496),
         ("ds_memo, tiles", 16, 64, 237_568),
         ("upipe", 16, 64, 155_648),
+        ("axolotl", 16, 64, 36_864),
     ],
 )
 def test_how_far_a_rival_gets(rival: str, device_gib: int, host_gib: int, tokens: int, capfd: pytest.CaptureFixture[str]) -> None:
@@ -198,14 +199,12 @@ def test_how_far_a_rival_gets(rival: str, device_gib: int, host_gib: int, tokens
     assert found["emulated"] and found["rivals"][rival]["longest"] == tokens
 
 
-def test_nothing_waits_for_the_copies_of_layer_inputs(capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("name", ["async_offload", "axolotl"])
+def test_nothing_waits_for_the_copies_of_layer_inputs(name: str, capfd: pytest.CaptureFixture[str]) -> None:
     """A step takes as long with a link that is a tenth slower. `hf_offload` copies on the compute stream, and takes longer."""
-    took = {
-        rival: ran(capfd, "step", "gpt7b", "16384", "--rival", rival, "--slow-link", "0.9")
-        for rival in ("async_offload", "hf_offload")
-    }
+    took = {rival: ran(capfd, "step", "gpt7b", "16384", "--rival", rival, "--slow-link", "0.9") for rival in (name, "hf_offload")}
     fast, slow = ({rival: rows[at]["ms"] for rival, rows in took.items()} for at in (6, -1))
-    assert slow["async_offload"] == pytest.approx(fast["async_offload"], rel=1e-3)
+    assert slow[name] == pytest.approx(fast[name], rel=1e-3)
     assert slow["hf_offload"] > 1.005 * fast["hf_offload"]
 
 
@@ -234,6 +233,20 @@ def test_copies_hide_and_nothing_is_slower_than_a_rival(one_gpu: str, capfd: pyt
     assert swapping["report"]["alpha"] > 0.9 and sum(swapping["stall_s_per_step"].values()) < 0.001 * swapping["median_s"]
     told, came = point["predicted"]["step_s"], point["rivals"]["ds_memo, planned"]["median_s"]
     assert told == pytest.approx(came, rel=0.01)
+
+
+@pytest.mark.parametrize("device_gib, whole", [(20.0, True), (18.6, False)])
+def test_layers_run_whole_where_they_fit(device_gib: float, whole: bool, capfd: pytest.CaptureFixture[str]) -> None:
+    """A point that an H200 measured in tiles, as more than a headroom was withheld. With as much less they run in tiles here."""
+    asked = ["--device-gib", str(device_gib), "--host-gib", "100", "--rivals", "checkpoint", "ds_memo, planned"]
+    point = ran(capfd, "speed", "gpt7b", "65536", *asked)
+    took, report = {name: row["median_s"] for name, row in point["rivals"].items()}, point["rivals"]["ds_memo, planned"]["report"]
+    assert point["failures"] == [] and (report["tiles"] is None) is whole
+    assert (took["checkpoint"] >= 1.15 * took["ds_memo, planned"]) is whole
+    budget = report["predicted"]["device_budget"]
+    assert budget["solved_for"] + budget["withheld"] == budget["free"] and budget["to_come"] == 0
+    assert budget["why"] == "headroom of 8%" and budget["withheld"] == pytest.approx(0.08 * budget["free"], abs=1)
+    assert report["predicted"]["device_bytes"] <= budget["solved_for"] == report["profile"]["device_budget"]
 
 
 SHAPES: dict[str, dict[str, Any]] = {
