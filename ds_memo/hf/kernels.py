@@ -81,8 +81,15 @@ ATTENTION = "_attn_implementation_internal"
 """Attribute of a Transformers configuration with the name of its attention; the public one also sets sub-configurations."""
 
 
-def use_kernels(model: nn.Module, config: MemoConfig) -> ExitStack:
+ACCOUNT = "_ds_memo_kernels"
+"""Attribute of a model with what ``"kernels": "fast"`` took and left, by kernel."""
+
+
+def use_kernels(model: nn.Module, config: MemoConfig, device: torch.device) -> ExitStack:
     """Install the kernels that the section configures in the model, before ``deepspeed.initialize``.
+
+    Args:
+        device: where the model computes.
 
     Returns:
         A stack whose ``close()`` restores the model.
@@ -95,9 +102,19 @@ def use_kernels(model: nn.Module, config: MemoConfig) -> ExitStack:
             use_flash_attention(model, config.attention, undo)
         if config.kernels.norm is not None:
             use_fused_norms(model, config.kernels.norm, undo)
+        if config.kernels.fast:
+            from ds_memo.hf.fast_kernels import use_fast_kernels  # registers ops
+
+            undo.callback(_forget_account, weakref.ref(model))
+            vars(model)[ACCOUNT] = use_fast_kernels(model, config.kernels.norm, device, undo)
         if config.kernels.cross_entropy == "liger":
             use_liger_cross_entropy(model, undo)
         return undo.pop_all()
+
+
+def _forget_account(where: weakref.ref[nn.Module]) -> None:
+    if (model := where()) is not None:
+        vars(model).pop(ACCOUNT, None)
 
 
 def use_flash_attention(model: nn.Module, which: str, undo: ExitStack) -> None:
@@ -130,16 +147,21 @@ def use_fused_norms(model: nn.Module, which: str, undo: ExitStack) -> None:
         which: "torch": RMSNorm by PyTorch's kernel, its LayerNorm is one anyway; "apex": both by apex's.
     """
     setting = f'memo.kernels.norm "{which}"'
-    layer_norm, rms_norm, norms = None, _torch_rms_norm, "RMSNorm"
+    layer_norm, rms_norm, norms = None, torch_rms_norm, "RMSNorm"
     if which == "apex":
         apex = APEX_NORM.load(setting)
         layer_norm, rms_norm, norms = apex.fused_layer_norm_affine, apex.fused_rms_norm_affine, "LayerNorm or RMSNorm"
-    runs = [(module, run) for module in model.modules() if (run := _fused_norm(layer_norm, rms_norm, module)) is not None]
+    runs = [(module, run) for module in model.modules() if (run := fused_norm(module, rms_norm, layer_norm)) is not None]
     if not runs and not (which == "torch" and any(isinstance(module, nn.LayerNorm) for module in model.modules())):
         raise MemoError(f"{setting}: {type(model).__name__} has no {norms} with a weight that it can run; leave it out")
     for module, run in runs:
-        undo.callback(_restore_forward, weakref.ref(module), module.__dict__.get("forward"))
-        module.forward = run
+        replace_forward(module, run, undo)
+
+
+def replace_forward(module: nn.Module, run: Callable[..., Any], undo: ExitStack) -> None:
+    """Give one module another forward; its class keeps the own."""
+    undo.callback(_restore_forward, weakref.ref(module), module.__dict__.get("forward"))
+    module.forward = run  # type: ignore[method-assign]
 
 
 def _restore_forward(where: weakref.ref[nn.Module], before: Callable[..., Any] | None) -> None:
@@ -152,20 +174,21 @@ def _restore_forward(where: weakref.ref[nn.Module], before: Callable[..., Any] |
         module.__dict__.pop("forward", None)
 
 
-def _fused_norm(
-    layer_norm: Callable[..., torch.Tensor] | None, rms_norm: Callable[..., torch.Tensor], module: nn.Module
+def fused_norm(
+    module: nn.Module, rms_norm: Callable[..., torch.Tensor], layer_norm: Callable[..., torch.Tensor] | None = None
 ) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """Return a forward of the module by these kernels; None: the module computes something else."""
     weight = module._parameters.get("weight")
     if weight is None:
         return None
-    if layer_norm is not None and isinstance(module, nn.LayerNorm) and module.bias is not None:
+    if layer_norm is not None and type(module).forward is nn.LayerNorm.forward and module.bias is not None:
         return functools.partial(_layer_norm, layer_norm, module)
-    if isinstance(module, nn.RMSNorm) or _scales_as_rms_norm(module):
+    if type(module).forward is nn.RMSNorm.forward or _scales_as_rms_norm(module):
         return functools.partial(_rms_norm, rms_norm, module)
     return None
 
 
-def _torch_rms_norm(x: torch.Tensor, weight: torch.Tensor, shape: torch.Size, eps: float) -> torch.Tensor:
+def torch_rms_norm(x: torch.Tensor, weight: torch.Tensor, shape: torch.Size, eps: float) -> torch.Tensor:
     return F.rms_norm(x, shape, weight, eps)
 
 
@@ -174,6 +197,8 @@ def _layer_norm(kernel: Callable[..., torch.Tensor], module: nn.Module, x: torch
 
 
 def _rms_norm(kernel: Callable[..., torch.Tensor], module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    if x.dtype != module.weight.dtype:  # the kernels return the input's type, models return the wider one
+        return type(module).forward(module, x)
     eps = getattr(module, "variance_epsilon", None) or getattr(module, "eps", None) or torch.finfo(x.dtype).eps
     return kernel(x, module.weight, module.weight.shape, eps)
 
@@ -182,16 +207,15 @@ def _scales_as_rms_norm(module: nn.Module) -> bool:
     """Return True if a model's own RMSNorm computes weight * x / rms(x). Gemma's does not: it scales by 1 + weight."""
     if not type(module).__name__.endswith("RMSNorm") or list(module._parameters) != ["weight"]:
         return False
-    eps = getattr(module, "variance_epsilon", None)
-    if eps is None:
+    if getattr(module, "variance_epsilon", None) is None:
         return False
     twin = object.__new__(type(module))
     nn.Module.__init__(twin)
     twin.__dict__.update({key: value for key, value in module.__dict__.items() if not key.startswith("_")})
-    twin.weight = nn.Parameter(torch.linspace(0.5, 1.5, 8))
+    twin.weight, twin.variance_epsilon = nn.Parameter(torch.linspace(0.5, 1.5, 8)), 0.5  # large: it belongs inside the root
     x = torch.linspace(-1, 2, 16).reshape(2, 8)
     with torch.no_grad():
-        return torch.allclose(type(module).forward(twin, x), F.rms_norm(x, (8,), twin.weight, eps), rtol=1e-4)
+        return torch.allclose(type(module).forward(twin, x), F.rms_norm(x, (8,), twin.weight, 0.5), rtol=1e-4)
 
 
 def use_liger_cross_entropy(model: nn.Module, undo: ExitStack) -> None:

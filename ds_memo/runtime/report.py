@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ds_memo.hf.kernels import ACCOUNT
 from ds_memo.placement import PlacementKind
 from ds_memo.remat.layer_host import Work
 from ds_memo.runtime.session import Session
@@ -51,6 +52,7 @@ def report(session: Session) -> Report:
         step_s=step_s,
         tokens_per_s=tokens_per_s,
         mfu=model_flops_utilization(session.model(), session.hidden_shape(), tokens_per_s, engine.device),
+        kernels=getattr(session.model(), ACCOUNT, None),
         eager_attention=dict(session.eager_attention),
         tiles=session.tiling.report() if session.tiling else None,
         logits=_logits(session),
