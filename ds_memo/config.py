@@ -156,8 +156,10 @@ class MemoConfig(_Section):
 
     attention: Literal["cudnn", "flash", "flash_attn_2", "flash_attn_3", "flash_attn_4", "eager"] | None = None
     """cudnn, flash: the kernel F.scaled_dot_product_attention must use inside the layers; flash_attn_2, 3, 4: the flash-attn
-    package that a Hugging Face model is switched to; eager: eager attention stays. Absent: PyTorch's own choice, the model's
-    own, and one op in the place of eager attention where Transformers has no other."""
+    package that a Hugging Face model is switched to, and of 3 and 4 the one that PyTorch's flash ops run; eager: eager attention
+    stays. Ranks that share a sequence have that kernel where it can serve. Absent: the best kernel that is there
+    (ds_memo/attention_kernel.py), the model's own package, and one op in the place of eager attention where Transformers has no
+    other."""
 
     @field_validator("kernels", mode="before")
     @classmethod

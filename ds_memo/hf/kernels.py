@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ds_memo.attention_kernel import FA3, FA4
 from ds_memo.config import MemoConfig
 from ds_memo.errors import MemoConfigError, MemoError
 
@@ -118,10 +119,12 @@ def _forget_account(where: weakref.ref[nn.Module]) -> None:
 
 
 def use_flash_attention(model: nn.Module, which: str, undo: ExitStack) -> None:
-    """Switch a Hugging Face model to a flash-attn package."""
+    """Switch a Hugging Face model to a flash-attn package. Of another model, PyTorch's flash ops run FlashAttention-3 and 4."""
     setting = f"memo.attention {which!r}"
     FLASH[which].load(setting)
     if not hasattr(model, "set_attn_implementation"):
+        if which in (FA3, FA4):
+            return
         raise MemoError(f"{setting}: {type(model).__name__} is no Hugging Face model; call the package in the model itself")
     for config in _configs(model):
         undo.callback(setattr, config, ATTENTION, getattr(config, ATTENTION))

@@ -125,6 +125,8 @@ def _lines(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     share = report["gemm_flops_recomputed_fraction"]
     gemms = "GEMMs unknown, for none was seen" if share is None else f"{share:.1%} of the forward's GEMM FLOPs"
     yield "recomputed", f"{gemms}; attention {report['attention_recomputed']} times"
+    if kernels := report.get("attention_kernel"):  # reports of before have none
+        yield "attention", "; ".join(f"{name}: {reason}" for name, reason in kernels.items())
     if (logits := report.get("logits")) and logits["lazy_calls"]:
         yield "logits", f"lazy in {logits['lazy_calls']} calls of the output head, tiles of {logits['tile_rows']:,} rows"
     if ranks := report.get("sequence"):

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import re
 from typing import Any
 
 import pytest
 
-from benchmarks.emulated_calls import PER_LAYER, SYNCHRONIZING, WAIT_OF_COMPUTE
+from benchmarks.emulated_calls import SYNCHRONIZING
 from tests.benchmarks import emulated_controls
 from tests.benchmarks.emulated import NEEDED, no_emulated_process_hangs, ran  # noqa: F401
 
@@ -57,23 +56,6 @@ def test_a_value_read_in_a_users_hook_is_found_and_is_not_ours(capfd: pytest.Cap
     assert made_by(found, "ds_memo", *SYNCHRONIZING) == {}
 
 
-MOST_PER_LAYER = {WAIT_OF_COMPUTE: 2, "cudaStreamWaitEvent": 7, "cudaEventRecord": 10, "cudaMemcpyAsync": 10, "set stream": 0}
-
-
-def test_calls_of_a_layer(capfd: pytest.CaptureFixture[str]) -> None:
-    """For four swapped layers of six, and six kept tensors in each. 1.3 of the copies are the last norm's, in four tiles."""
-    found = ran(capfd, "syncs", "gpt7b", "16384", "--memo", SWAPPING)
-    per_layer = {name: sum(made_by(found, "ds_memo", name).values()) / LAYERS for name in PER_LAYER}
-    assert {name: n for name, n in per_layer.items() if n > MOST_PER_LAYER[name]} == {}
-    assert per_layer["cudaMemcpyAsync"] > 1
-
-
-def test_a_layer_that_returns_its_routers_choice_waits_for_that_copy_alone(capfd: pytest.CaptureFixture[str]) -> None:
-    found, queue = (control(capfd, case) for case in ("routed", "routed, waiting for the queue"))
-    assert sum(made_by(found, "ds_memo", WAIT_OF_COMPUTE).values()) <= 3 * LAYERS
-    assert found["compute_held_ms"] < queue["compute_held_ms"] - 10
-
-
 # ---- what is ordered
 
 
@@ -105,15 +87,3 @@ def test_a_rank_makes_no_context_on_another_ranks_device(
 
 
 # ---- host memory that cannot be locked
-
-
-def test_where_cuda_refuses_to_lock_host_memory_layers_are_recomputed_and_solved_for_less(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    """The negative control is every other step in here."""
-    memo = json.dumps({"device_memory_gib": 16, "host_memory_gib": 32})
-    *_, last = ran(capfd, "step", "gpt7b", "32768", "--memo", memo, "--lock-gib", "2")
-    (warning,) = last["warnings"]
-    assert re.search(r"^layer calls are recomputed .*: cudaHostRegister refused [\d.]+ GiB \(out of memory\)", warning)
-    (change,) = (change for change in last["changes"] if change.startswith("host budget lowered to"))
-    assert 1 < float(re.search(r"to ([\d.]+) GiB", change)[1]) <= 2 and "cudaHostRegister refused" in change

@@ -136,15 +136,6 @@ def test_torch_norms(monkeypatch: pytest.MonkeyPatch) -> None:
     handle.detach()
 
 
-def test_a_layer_that_is_itself_a_norm_is_put_back(packages: Path) -> None:
-    """The kernel was installed first and is removed last."""
-    write(packages, APEX)
-    model = nn.ModuleList([nn.ModuleList(nn.LayerNorm(8) for _ in range(2))])
-    before = fingerprint(model)
-    ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 0, "kernels": {"norm": "apex"}}).detach()
-    assert fingerprint(model) == before
-
-
 REFUSED = {
     "residents": ({"resident_layers": 99}, {}, "resident_layers: got 99"),
     "not enabled": ({"enabled": False}, {}, "enabled: got false"),
