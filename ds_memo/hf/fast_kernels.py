@@ -24,7 +24,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from ds_memo.errors import MemoError
-from ds_memo.hf.kernels import Package, fused_norm, replace_forward, torch_rms_norm
+from ds_memo.hf.fused_norms import fused_norm, replace_forward, torch_rms_norm
+from ds_memo.hf.packages import Package
 from ds_memo.remat.shared_changes import Undo, need
 
 Account = dict[str, dict[str, Any]]

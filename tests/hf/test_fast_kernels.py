@@ -248,6 +248,7 @@ assert fast_kernels._is_rotary_right(torch.device("cpu")) and fast_kernels._is_s
 """
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(importlib.util.find_spec("liger_kernel") is None, reason="Liger is not installed: pip install liger-kernel")
 def test_ligers_own_kernels_in_tritons_interpreter() -> None:
     subprocess.run([sys.executable, "-c", INTERPRETED], check=True, env={**os.environ, "TRITON_INTERPRET": "1"})
