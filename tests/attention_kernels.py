@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,8 +23,6 @@ from torch.utils._pytree import tree_map
 aten = torch.ops.aten
 ran: list[str] = []
 """Names of the kernels that ran, in order."""
-PutLse = Callable[[int, slice, torch.Tensor], None]
-LseOf = Callable[[int, slice], torch.Tensor]
 
 
 def outputs_of(op: Any, *args: Any, **kwargs: Any) -> list[Any]:
@@ -195,7 +193,7 @@ def efficient_backward(grad, q, k, v, bias, out, lse, seed, offset, dropout, wan
     return tuple(gradient if asked else None for gradient, asked in zip(gradients, wanted, strict=True))
 
 
-# ---- kernels of documents behind each other (cu_seqlens)
+# ---- flash attention of documents behind each other (cu_seqlens)
 
 
 def documents(cum: torch.Tensor, *packed: torch.Tensor) -> Iterator[tuple[int, slice, list[torch.Tensor]]]:
@@ -205,38 +203,15 @@ def documents(cum: torch.Tensor, *packed: torch.Tensor) -> Iterator[tuple[int, s
         yield number, tokens, [x[tokens].transpose(0, 1).unsqueeze(0) for x in packed]
 
 
-def forward_packed(qkv: Sequence[torch.Tensor], cum: torch.Tensor, out: torch.Tensor, put: PutLse, *rest: Any) -> None:
-    """Run each document. Write outputs to `out` (tokens, h, d), and log-sum-exps (h, s) by ``put(number, tokens, lse)``."""
-    *options, seed = rest
-    for number, tokens, parts in documents(cum, *qkv):
-        result, lse = forward(*parts, None, *options, seed + number)
-        out[tokens] = result[0].transpose(0, 1)
-        put(number, tokens, lse[0])
-
-
-def backward_packed(
-    grad: torch.Tensor, qkv: Sequence[torch.Tensor], out: torch.Tensor, cum: torch.Tensor, lse_of: LseOf, *rest: Any
-) -> tuple[torch.Tensor, ...]:
-    """Return the gradients of q, k and v (tokens, h, d). A document's log-sum-exp (h, s) is ``lse_of(number, tokens)``."""
-    *options, seed = rest
-    gradients = tuple(map(torch.empty_like, qkv))
-    for number, tokens, (grad_, *qkv_, out_) in documents(cum, grad, *qkv, out):
-        found = backward(grad_, *qkv_, None, out_, lse_of(number, tokens).unsqueeze(0), *options, seed + number)
-        for whole, gradient in zip(gradients, found[:3], strict=True):
-            whole[tokens] = gradient[0].transpose(0, 1)
-    return gradients
-
-
 def flash_packed(q, k, v, cum_q, cum_k, max_q, max_k, dropout, causal, debug, *, scale=None, **kwargs):
     outputs = outputs_of(
         aten._flash_attention_forward, q, k, v, cum_q, cum_k, max_q, max_k, dropout, causal, debug, scale=scale, **kwargs
     )
     seed = draw(dropout)
-
-    def put(number: int, tokens: slice, lse: torch.Tensor) -> None:
-        outputs[1][:, tokens] = lse
-
-    forward_packed((q, k, v), cum_q, outputs[0], put, dropout, causal, scale, seed)
+    for number, tokens, parts in documents(cum_q, q, k, v):
+        result, lse = forward(*parts, None, dropout, causal, scale, seed + number)
+        outputs[0][tokens] = result[0].transpose(0, 1)
+        outputs[1][:, tokens] = lse[0]
     _set_seed(outputs[2], seed)
     return tuple(outputs)
 
@@ -244,53 +219,13 @@ def flash_packed(q, k, v, cum_q, cum_k, max_q, max_k, dropout, causal, debug, *,
 def flash_packed_backward(
     grad, q, k, v, out, lse, cum_q, cum_k, max_q, max_k, dropout, causal, rng_state, unused, *, scale=None, **kwargs
 ):
-    rest = dropout, causal, scale, _seed(rng_state)
-    return backward_packed(grad, (q, k, v), out, cum_q, lambda number, tokens: lse[:, tokens], *rest)
-
-
-def cudnn_packed(
-    q, k, v, bias, cum_q, cum_k, max_q, max_k, lse_too, dropout=0.0, causal=False, debug=False, *, scale=None
-):  # torch has no meta kernel of it
-    seed, out, lse = draw(dropout), torch.empty_like(q), q.new_empty(*q.shape[:2], 1, dtype=torch.float)
-
-    def put(number: int, tokens: slice, found: torch.Tensor) -> None:
-        lse[tokens, :, 0] = found.t()
-
-    forward_packed((q, k, v), cum_q, out, put, dropout, causal, scale, seed)
-    return out, lse, cum_q.clone(), cum_k.clone(), max_q, max_k, torch.tensor(seed), torch.tensor(0), None
-
-
-def cudnn_packed_backward(
-    grad, q, k, v, out, lse, seed, offset, bias, cum_q, cum_k, max_q, max_k, dropout, causal, *, scale=None
-):
-    rest = dropout, causal, scale, _seed(seed)
-    return backward_packed(grad, (q, k, v), out, cum_q, lambda number, tokens: lse[tokens, :, 0].t(), *rest)
-
-
-def efficient_packed(q, k, v, bias, cum_q, cum_k, max_q, max_k, dropout, mask, lse_too=False, **kwargs):
-    outputs = outputs_of(
-        aten._efficient_attention_forward, q, k, v, bias, cum_q, cum_k, max_q, max_k, dropout, mask, lse_too, **kwargs
-    )
-    seed = draw(dropout)
-    outputs[1].fill_(math.inf)
-
-    def put(number: int, tokens: slice, lse: torch.Tensor) -> None:
-        outputs[1][number, :, : lse.shape[1]] = lse
-
-    forward_packed((q[0], k[0], v[0]), cum_q, outputs[0][0], put, dropout, mask == 1, None, seed)
-    _set_seed(outputs[2], seed)
-    return tuple(outputs)
-
-
-def efficient_packed_backward(
-    grad, q, k, v, bias, out, cum_q, cum_k, max_q, max_k, lse, dropout, seed, offset, mask, bias_too, **kwargs
-):
-    def lse_of(number: int, tokens: slice) -> torch.Tensor:
-        return lse[number, :, : tokens.stop - tokens.start]
-
-    rest = dropout, mask == 1, None, _seed(seed)
-    found = backward_packed(grad[0], (q[0], k[0], v[0]), out[0], cum_q, lse_of, *rest)
-    return *(gradient.unsqueeze(0) for gradient in found), None
+    gradients = tuple(map(torch.empty_like, (q, k, v)))
+    for number, tokens, (grad_, *qkv, out_) in documents(cum_q, grad, q, k, v, out):
+        seed = _seed(rng_state) + number
+        found = backward(grad_, *qkv, None, out_, lse[:, tokens].unsqueeze(0), dropout, causal, scale, seed)
+        for whole, gradient in zip(gradients, found[:3], strict=True):
+            whole[tokens] = gradient[0].transpose(0, 1)
+    return gradients
 
 
 KERNELS = {
@@ -300,12 +235,8 @@ KERNELS = {
     "_scaled_dot_product_flash_attention_backward": flash_backward,
     "_scaled_dot_product_efficient_attention": efficient,
     "_scaled_dot_product_efficient_attention_backward": efficient_backward,
-    "_cudnn_attention_forward": cudnn_packed,
-    "_cudnn_attention_backward": cudnn_packed_backward,
     "_flash_attention_forward": flash_packed,
     "_flash_attention_backward": flash_packed_backward,
-    "_efficient_attention_forward": efficient_packed,
-    "_efficient_attention_backward": efficient_packed_backward,
 }
 
 
@@ -353,15 +284,10 @@ def taken_of(kernel: str, bias: torch.Tensor | None) -> str:
     return "flash" if bias is None else "efficient"
 
 
-def packed_by(kernel: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cum: torch.Tensor, dropout: float) -> torch.Tensor:
-    """Return causal attention of packed documents (tokens, h, d), called as torch's nested tensors and xFormers call it."""
+def packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cum: torch.Tensor, dropout: float) -> torch.Tensor:
+    """Return causal attention of packed documents (tokens, h, d), called as torch's nested tensors call it."""
     longest = int(cum.diff().max())
-    if kernel == "flash":
-        return aten._flash_attention_forward(q, k, v, cum, cum, longest, longest, dropout, True, False)[0]
-    if kernel == "cudnn":
-        return aten._cudnn_attention_forward(q, k, v, None, cum, cum, longest, longest, True, dropout, True)[0]
-    with_batch = (x.unsqueeze(0) for x in (q, k, v))
-    return aten._efficient_attention_forward(*with_batch, None, cum, cum, longest, longest, dropout, 1, True)[0][0]
+    return aten._flash_attention_forward(q, k, v, cum, cum, longest, longest, dropout, True, False)[0]
 
 
 @contextmanager
