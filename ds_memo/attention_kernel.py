@@ -31,6 +31,11 @@ WINDOW = "window"
 TENSOR = "tensor"
 """A mask of queries by keys."""
 
+CUDNN_ELEMENTS = 1 << 29
+"""Most elements of queries in one call of cuDNN's. Past 2**31 its gradient of the queries is wrong (9.19 on an H200:
+benchmarks/gpu/first_large.py). It sums that gradient in float32, 4 bytes an element, so offsets in bytes may wrap from here on.
+That is a precaution: no size between was measured."""
+
 Capability = tuple[int, int]
 NAMES = {FLASH: "FlashAttention-2", FA3: "FlashAttention-3", FA4: "FlashAttention-4", CUDNN: "cuDNN"}
 
@@ -55,6 +60,8 @@ class Attention(NamedTuple):
     softcap: bool = False
     deterministic: bool = False
     """True under torch.use_deterministic_algorithms."""
+    queries_of_a_head: int = 0
+    """In all rows of the batch."""
 
 
 @functools.lru_cache(maxsize=256)
@@ -76,14 +83,14 @@ def attention_kernel(
     if call.softcap:
         return AttentionKernel(MATH, "logits are capped, which no fused kernel of PyTorch does")
     if capability is None:
-        return AttentionKernel(CPU, "tensors lie on the CPU")
+        return AttentionKernel(CPU, "the device is a CPU")
     if call.dtype == "float64":
         return AttentionKernel(MATH, "no fused kernel knows float64")
     asked = FLASH if configured == "flash_attn_2" else configured if configured in NAMES else None
     order = [asked] if asked else [name for name in (FA3, FA4) if name in installed and _is_first_on(name, capability)]
     if cudnn_first if cudnn_first is not None else capability[0] in (9, 10):
         order += [CUDNN] * (asked not in (FLASH, CUDNN))
-    refusals = []
+    refusals: list[str] = []
     for name in dict.fromkeys((*order, FLASH)):
         why_not = _refusal(name, call, capability, installed)
         if not why_not:
@@ -149,6 +156,8 @@ def _cudnn_refusal(call: Attention, capability: Capability) -> str:
         return "windows would be masks" if call.mask == WINDOW else "documents would be calls of their own"
     if call.deterministic:
         return "its gradients are not deterministic"
+    if call.queries_of_a_head * call.head_dim > CUDNN_ELEMENTS:
+        return f"one head has more than {CUDNN_ELEMENTS:,} elements of queries"
     sizes = call.head_dim, call.value_dim
     equal = sizes[0] == sizes[1] <= 128 and sizes[0] % 8 == 0
     if not equal and (sizes != (192, 128) or capability[0] not in (9, 10)):

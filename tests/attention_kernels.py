@@ -227,25 +227,76 @@ def backward_packed(
     return gradients
 
 
-def flash_packed(q, k, v, cum_q, cum_k, max_q, max_k, dropout, causal, debug, *, scale=None, **kwargs):
-    outputs = outputs_of(
-        aten._flash_attention_forward, q, k, v, cum_q, cum_k, max_q, max_k, dropout, causal, debug, scale=scale, **kwargs
-    )
+def flash_sequences(
+    cum_q: torch.Tensor | None, cum_k: torch.Tensor | None, *tensors: torch.Tensor
+) -> Iterator[tuple[int, slice, list[torch.Tensor]]]:
+    """Yield each sequence of a flash call: its number, its queries where rows lie end to end, and its parts (1, h, s, d).
+
+    Args:
+        cum_q, cum_k: borders; None: each row of (b, s, h, d) is a sequence.
+        tensors: keys and values first, then tensors of queries.
+    """
+    keys, queries = tensors[0], tensors[2]
+    if cum_q is None:
+        sides = [[(i * x.shape[1], (i + 1) * x.shape[1]) for i in range(x.shape[0])] for x in (queries, keys)]
+        tensors = tuple(x.flatten(0, 1) for x in tensors)
+    else:
+        sides = [list(itertools.pairwise(cum.tolist())) for cum in (cum_q, cum_k)]
+    for number, (of_queries, of_keys) in enumerate(zip(*sides, strict=True)):
+        parts = [x[slice(*(of_keys if i < 2 else of_queries))].transpose(0, 1).unsqueeze(0) for i, x in enumerate(tensors)]
+        yield number, slice(*of_queries), parts
+
+
+def flash_bias(queries: int, keys: int, causal: bool, left: int | None, right: int | None, like: torch.Tensor) -> torch.Tensor:
+    """Return what flash adds to its scores: the last query stands at the last key. None and -1: no limit."""
+    ahead = torch.arange(keys) - torch.arange(queries)[:, None] - (keys - queries)
+    hidden = ahead > (0 if causal else math.inf if right in (None, -1) else right)
+    if left not in (None, -1):
+        hidden |= ahead < -left
+    return like.new_zeros(queries, keys).masked_fill_(hidden, -math.inf)
+
+
+def by_rows(lse: torch.Tensor, rows: int) -> torch.Tensor:
+    """Return a log-sum-exp (h, rows · s) as (rows, h, s)."""
+    return lse.unflatten(1, (rows, -1)).transpose(0, 1)
+
+
+def flash_packed(
+    q, k, v, cum_q, cum_k, max_q, max_k, dropout, causal, debug, *, scale=None, window_size_left=None, window_size_right=None
+):
+    windows = {"window_size_left": window_size_left, "window_size_right": window_size_right}
+    args = (q, k, v, cum_q, cum_k, max_q, max_k, dropout, causal, debug)
+    outputs = outputs_of(aten._flash_attention_forward, *args, scale=scale, **windows)
     seed = draw(dropout)
-
-    def put(number: int, tokens: slice, lse: torch.Tensor) -> None:
-        outputs[1][:, tokens] = lse
-
-    forward_packed((q, k, v), cum_q, outputs[0], put, dropout, causal, scale, seed)
+    out, lse = (x.flatten(0, 1) if cum_q is None else x for x in (outputs[0], torch.empty_like(q[..., 0], dtype=torch.float)))
+    for number, queries, (k_, v_, q_) in flash_sequences(cum_q, cum_k, k, v, q):
+        bias = flash_bias(q_.shape[2], k_.shape[2], causal, window_size_left, window_size_right, q_)
+        result, found = forward(q_, k_, v_, bias, dropout, False, scale, seed + number)
+        out[queries], lse[queries] = result[0].transpose(0, 1), found[0].t().float()
+    outputs[1].copy_(by_rows(lse.t(), q.shape[0]) if cum_q is None else lse.t())
     _set_seed(outputs[2], seed)
     return tuple(outputs)
 
 
 def flash_packed_backward(
-    grad, q, k, v, out, lse, cum_q, cum_k, max_q, max_k, dropout, causal, rng_state, unused, *, scale=None, **kwargs
-):
-    rest = dropout, causal, scale, _seed(rng_state)
-    return backward_packed(grad, (q, k, v), out, cum_q, lambda number, tokens: lse[:, tokens], *rest)
+    grad, q, k, v, out, lse, cum_q, cum_k, max_q, max_k, dropout, causal, rng_state, unused, *, scale=None,
+    window_size_left=None, window_size_right=None,
+):  # fmt: skip
+    assert lse.is_contiguous()
+    seed, gradients = _seed(rng_state) if dropout else 0, [torch.zeros_like(x) for x in (q, k, v)]
+    of_queries, *of_keys = (x.flatten(0, 1) if cum_q is None else x for x in gradients)
+    lse = lse.transpose(0, 1).flatten(1) if cum_q is None else lse
+    at_key = 0
+    for number, queries, (k_, v_, *of_q) in flash_sequences(cum_q, cum_k, k, v, grad, q, out):
+        grad_, q_, out_ = of_q
+        bias = flash_bias(q_.shape[2], k_.shape[2], causal, window_size_left, window_size_right, q_)
+        given = grad_, q_, k_, v_, bias, out_, lse[None, :, queries].to(q.dtype)
+        dq, *found, _ = backward(*given, dropout, False, scale, seed + number)
+        of_queries[queries] += dq[0].transpose(0, 1)
+        for whole, gradient in zip(of_keys, found, strict=True):
+            whole[at_key : at_key + k_.shape[2]] += gradient[0].transpose(0, 1)
+        at_key += k_.shape[2]
+    return tuple(gradients)
 
 
 def cudnn_packed(

@@ -39,7 +39,7 @@ class Place:
 
     layer: int
     number: int
-    """Of the layer's tensors: 0 is its input, which its backward wants first."""
+    """Among the layer's tensors: 0 is its input, which its backward wants first."""
 
 
 class LayerTensors:

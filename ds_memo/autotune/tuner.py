@@ -259,7 +259,8 @@ class Tuner:
         may_tile = not self._ranks.trade_tokens
         solution, run = solve_pass(request, self._config, profile, costs, alpha, limit, overhead, may_tile)
         called, last = tuple(profile.called(shapes)), profile.last(shapes)
-        found = PassSolution(solution, run, called, len(profile.layers), shapes, last, self._ranks.meet)
+        budget = self._budgets.device
+        found = PassSolution(solution, run, called, len(profile.layers), shapes, last, budget, self._ranks.meet)
         warn_of_non_layer_memory(found, limit, self._warn)
         return found
 
@@ -307,7 +308,7 @@ class Tuner:
             "from_cache": self._profiling.from_cache,
             "d2h_bytes_per_s": self.profile.d2h_bytes_per_s * self._link.share,
             "h2d_bytes_per_s": self.profile.h2d_bytes_per_s * self._link.share,
-            "device_budget": self._budgets.device,
+            "device_budget": self._budgets.device.nbytes,
             "host_budget": self._budgets.host.share,
             "kernel_factors": self._kernels.factors._asdict(),
             "samples": {kind.name: kind.seconds() for kind in self.profile.kinds},

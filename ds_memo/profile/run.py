@@ -195,7 +195,7 @@ def _measure_kind(asked: Asked, kind: int) -> LayerProfile:
     lengths, full = asked.lengths[kind], asked.full[kind]
     number = list(asked.calls).index(kind) + 1
     nbytes = gathered_bytes(module)
-    asked.do(lambda: _refuse_gathering(name, nbytes, device_budget(asked.device, None, 0, HEADROOM)))
+    asked.do(lambda: _refuse_gathering(name, nbytes, device_budget(asked.device, None, 0, HEADROOM).nbytes))
 
     def measured(lengths: Sequence[int]) -> list[LayerSample]:
         samples: list[LayerSample] = []

@@ -32,6 +32,7 @@ from ds_memo.memory.host import budget_bytes, ranks_on_node
 from ds_memo.nvme.file_home import FileHome
 from ds_memo.nvme.open_files import open_files
 from ds_memo.planned_alloc.runtime import Addresses
+from ds_memo.remat import attention_kernels
 from ds_memo.remat.diagnostics import within_compiled
 from ds_memo.remat.layer import Layer
 from ds_memo.remat.layer_host import LayerHost
@@ -132,9 +133,11 @@ class Session:
             self.tiling = Tiling(self.policy.tiles) if config.may_tile else None
             if self.tiling is not None:
                 undo_with(self.tiling.close)
+            attention_kernels.use(device, config.attention, self.warn, undo_with)
             self.clock, addresses = PartClock(self.engine.streams), self.addresses
             observers, kernel = (*ties.observers, addresses, self.clock), config.attention
             host = LayerHost(self.engine, self.policy, self.warn, kernel, observers, addresses.aside, self.clock.part_begins)
+            self.kernels_taken = host.attention_kernels
             self.remat = Remat(host, self.tiling)
             self.tuner = None if self.policy.fixed else self._make_tuner()
             self._patch(model, layers)

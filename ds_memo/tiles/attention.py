@@ -232,6 +232,7 @@ class TiledAttention:
                             shared = SharedOutput(index, position, tuple(value.shape), value.stride())
                             op.outputs = (*op.outputs[:position], None, *op.outputs[position + 1 :])
         recipe, tensors = make_recipe(observed, 1.0)
+        self._host.note_attention(recipe)
         call.recipe = recipe
         call.keep_observed(observed, tensors)
         observed.forget()

@@ -171,7 +171,8 @@ class SupplyHeads(Replay):
             return outputs
         (out, log_sum_exp, *others), dims = outputs, HEAD_DIMS[op.func.name()]
         # Kernels read the log-sum-exp without its strides.
-        return (self._heads.of(out, dims[0]), self._heads.of(log_sum_exp, dims[1]).contiguous(), *others)
+        of_out, of_log_sum_exp = (dim % x.dim() for dim, x in zip(dims, (out, log_sum_exp), strict=True))
+        return (self._heads.of(out, of_out), self._heads.of(log_sum_exp, of_log_sum_exp).contiguous(), *others)
 
     def __exit__(self, *exception: Any) -> None:
         super(Replay, self).__exit__(*exception)  # the frame is released after the last group
@@ -186,8 +187,10 @@ HEAD_DIMS = {
     "aten::_scaled_dot_product_cudnn_attention": (1, 1),
     "flash_attn::_flash_attn_forward": (2, 1),
     "flash_attn::_flash_attn_varlen_forward": (1, 0),
+    **dict.fromkeys(("aten::_flash_attention_forward", "flash_attn_3::_flash_attn_forward", "flash_attn_3::fwd"), (-2, -2)),
 }
-"""Dimension of the heads in an attention op's outputs: the output, the log-sum-exp. Ops that are missing run for all heads."""
+"""Dimension of the heads in an attention op's outputs: the output, the log-sum-exp. Ops that are missing run for all heads. The
+last ones take rows of a batch, or rows end to end, which have a dimension less in both."""
 
 
 def may_split_heads(call: Call) -> bool:
