@@ -97,7 +97,8 @@ def _timed(kernel: CaughtKernel, times: int, device: torch.device) -> Iterator[f
         torch.autograd.grad(out, list(given.values()), out.detach())
         return [*readings, read()]
 
-    sustain(device, run)
+    run()
+    sustain(device)
     points = [run(partial(now, device)) for _ in range(repeats(device))]
     synchronize(device)
     seconds = ([seconds_between(*pair) for pair in pairwise(run)] for run in points)
