@@ -65,6 +65,9 @@ class ProfileConfig(_Section):
 class KernelsConfig(_Section):
     """Kernels in place of the model's and DeepSpeed's own."""
 
+    fast: bool = Field(False, strict=True)
+    """RMSNorm, rotary embedding and SwiGLU as one kernel each, where that is installed and right. "kernels": "fast" sets it."""
+
     norm: Literal["apex", "torch"] | None = None
     """Norms as one kernel. torch: RMSNorm by PyTorch's; apex: LayerNorm and RMSNorm by NVIDIA apex's."""
 
@@ -153,8 +156,15 @@ class MemoConfig(_Section):
 
     attention: Literal["cudnn", "flash", "flash_attn_2", "flash_attn_3", "flash_attn_4", "eager"] | None = None
     """cudnn, flash: the kernel F.scaled_dot_product_attention must use inside the layers; flash_attn_2, 3, 4: the flash-attn
-    package that a Hugging Face model is switched to; eager: eager attention stays. Absent: PyTorch's own choice, the model's
-    own, and one op in the place of eager attention where Transformers has no other."""
+    package that a Hugging Face model is switched to, and of 3 and 4 the one that PyTorch's flash ops run; eager: eager attention
+    stays. Ranks that share a sequence have that kernel where it can serve. Absent: the best kernel that is there
+    (ds_memo/attention_kernel.py), the model's own package, and one op in the place of eager attention where Transformers has no
+    other."""
+
+    @field_validator("kernels", mode="before")
+    @classmethod
+    def _is_one_word(cls, value: Any) -> Any:
+        return {"fast": True} if value == "fast" else value
 
     @field_validator("cache_dir")
     @classmethod
@@ -235,7 +245,8 @@ _ALLOWED = {
     "cache_dir": "a path (leave the key out for ~/.cache/ds_memo)",
     "plan": "a JSON object",
     "profile": "a JSON object",
-    "kernels": "a JSON object",
+    "kernels": '"fast" or a JSON object',
+    "kernels.fast": "true or false",
     "kernels.norm": '"torch" or "apex" (leave the key out for the model\'s own)',
     "kernels.adam": '"apex" (leave the key out for DeepSpeed\'s)',
     "kernels.cross_entropy": '"liger" or "whole" (leave the key out for lazy logits)',

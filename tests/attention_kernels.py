@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,6 +23,8 @@ from torch.utils._pytree import tree_map
 aten = torch.ops.aten
 ran: list[str] = []
 """Names of the kernels that ran, in order."""
+PutLse = Callable[[int, slice, torch.Tensor], None]
+LseOf = Callable[[int, slice], torch.Tensor]
 
 
 def outputs_of(op: Any, *args: Any, **kwargs: Any) -> list[Any]:
@@ -193,7 +195,7 @@ def efficient_backward(grad, q, k, v, bias, out, lse, seed, offset, dropout, wan
     return tuple(gradient if asked else None for gradient, asked in zip(gradients, wanted, strict=True))
 
 
-# ---- flash attention of documents behind each other (cu_seqlens)
+# ---- kernels of documents behind each other (cu_seqlens)
 
 
 def documents(cum: torch.Tensor, *packed: torch.Tensor) -> Iterator[tuple[int, slice, list[torch.Tensor]]]:
@@ -203,29 +205,143 @@ def documents(cum: torch.Tensor, *packed: torch.Tensor) -> Iterator[tuple[int, s
         yield number, tokens, [x[tokens].transpose(0, 1).unsqueeze(0) for x in packed]
 
 
-def flash_packed(q, k, v, cum_q, cum_k, max_q, max_k, dropout, causal, debug, *, scale=None, **kwargs):
-    outputs = outputs_of(
-        aten._flash_attention_forward, q, k, v, cum_q, cum_k, max_q, max_k, dropout, causal, debug, scale=scale, **kwargs
-    )
+def forward_packed(qkv: Sequence[torch.Tensor], cum: torch.Tensor, out: torch.Tensor, put: PutLse, *rest: Any) -> None:
+    """Run each document. Write outputs to `out` (tokens, h, d), and log-sum-exps (h, s) by ``put(number, tokens, lse)``."""
+    *options, seed = rest
+    for number, tokens, parts in documents(cum, *qkv):
+        result, lse = forward(*parts, None, *options, seed + number)
+        out[tokens] = result[0].transpose(0, 1)
+        put(number, tokens, lse[0])
+
+
+def backward_packed(
+    grad: torch.Tensor, qkv: Sequence[torch.Tensor], out: torch.Tensor, cum: torch.Tensor, lse_of: LseOf, *rest: Any
+) -> tuple[torch.Tensor, ...]:
+    """Return the gradients of q, k and v (tokens, h, d). A document's log-sum-exp (h, s) is ``lse_of(number, tokens)``."""
+    *options, seed = rest
+    gradients = tuple(map(torch.empty_like, qkv))
+    for number, tokens, (grad_, *qkv_, out_) in documents(cum, grad, *qkv, out):
+        found = backward(grad_, *qkv_, None, out_, lse_of(number, tokens).unsqueeze(0), *options, seed + number)
+        for whole, gradient in zip(gradients, found[:3], strict=True):
+            whole[tokens] = gradient[0].transpose(0, 1)
+    return gradients
+
+
+def flash_sequences(
+    cum_q: torch.Tensor | None, cum_k: torch.Tensor | None, *tensors: torch.Tensor
+) -> Iterator[tuple[int, slice, list[torch.Tensor]]]:
+    """Yield each sequence of a flash call: its number, its queries where rows lie end to end, and its parts (1, h, s, d).
+
+    Args:
+        cum_q, cum_k: borders; None: each row of (b, s, h, d) is a sequence.
+        tensors: keys and values first, then tensors of queries.
+    """
+    keys, queries = tensors[0], tensors[2]
+    if cum_q is None:
+        sides = [[(i * x.shape[1], (i + 1) * x.shape[1]) for i in range(x.shape[0])] for x in (queries, keys)]
+        tensors = tuple(x.flatten(0, 1) for x in tensors)
+    else:
+        sides = [list(itertools.pairwise(cum.tolist())) for cum in (cum_q, cum_k)]
+    for number, (of_queries, of_keys) in enumerate(zip(*sides, strict=True)):
+        parts = [x[slice(*(of_keys if i < 2 else of_queries))].transpose(0, 1).unsqueeze(0) for i, x in enumerate(tensors)]
+        yield number, slice(*of_queries), parts
+
+
+def flash_bias(queries: int, keys: int, causal: bool, left: int | None, right: int | None, like: torch.Tensor) -> torch.Tensor:
+    """Return what flash adds to its scores: the last query stands at the last key. None and -1: no limit."""
+    ahead = torch.arange(keys) - torch.arange(queries)[:, None] - (keys - queries)
+    hidden = ahead > (0 if causal else math.inf if right in (None, -1) else right)
+    if left not in (None, -1):
+        hidden |= ahead < -left
+    return like.new_zeros(queries, keys).masked_fill_(hidden, -math.inf)
+
+
+def by_rows(lse: torch.Tensor, rows: int) -> torch.Tensor:
+    """Return a log-sum-exp (h, rows · s) as (rows, h, s)."""
+    return lse.unflatten(1, (rows, -1)).transpose(0, 1)
+
+
+def flash_packed(
+    q, k, v, cum_q, cum_k, max_q, max_k, dropout, causal, debug, *, scale=None, window_size_left=None, window_size_right=None
+):
+    windows = {"window_size_left": window_size_left, "window_size_right": window_size_right}
+    args = (q, k, v, cum_q, cum_k, max_q, max_k, dropout, causal, debug)
+    outputs = outputs_of(aten._flash_attention_forward, *args, scale=scale, **windows)
     seed = draw(dropout)
-    for number, tokens, parts in documents(cum_q, q, k, v):
-        result, lse = forward(*parts, None, dropout, causal, scale, seed + number)
-        outputs[0][tokens] = result[0].transpose(0, 1)
-        outputs[1][:, tokens] = lse[0]
+    out, lse = (x.flatten(0, 1) if cum_q is None else x for x in (outputs[0], torch.empty_like(q[..., 0], dtype=torch.float)))
+    for number, queries, (k_, v_, q_) in flash_sequences(cum_q, cum_k, k, v, q):
+        bias = flash_bias(q_.shape[2], k_.shape[2], causal, window_size_left, window_size_right, q_)
+        result, found = forward(q_, k_, v_, bias, dropout, False, scale, seed + number)
+        out[queries], lse[queries] = result[0].transpose(0, 1), found[0].t().float()
+    outputs[1].copy_(by_rows(lse.t(), q.shape[0]) if cum_q is None else lse.t())
     _set_seed(outputs[2], seed)
     return tuple(outputs)
 
 
 def flash_packed_backward(
-    grad, q, k, v, out, lse, cum_q, cum_k, max_q, max_k, dropout, causal, rng_state, unused, *, scale=None, **kwargs
+    grad, q, k, v, out, lse, cum_q, cum_k, max_q, max_k, dropout, causal, rng_state, unused, *, scale=None,
+    window_size_left=None, window_size_right=None,
+):  # fmt: skip
+    assert lse.is_contiguous()
+    seed, gradients = _seed(rng_state) if dropout else 0, [torch.zeros_like(x) for x in (q, k, v)]
+    of_queries, *of_keys = (x.flatten(0, 1) if cum_q is None else x for x in gradients)
+    lse = lse.transpose(0, 1).flatten(1) if cum_q is None else lse
+    at_key = 0
+    for number, queries, (k_, v_, *of_q) in flash_sequences(cum_q, cum_k, k, v, grad, q, out):
+        grad_, q_, out_ = of_q
+        bias = flash_bias(q_.shape[2], k_.shape[2], causal, window_size_left, window_size_right, q_)
+        given = grad_, q_, k_, v_, bias, out_, lse[None, :, queries].to(q.dtype)
+        dq, *found, _ = backward(*given, dropout, False, scale, seed + number)
+        of_queries[queries] += dq[0].transpose(0, 1)
+        for whole, gradient in zip(of_keys, found, strict=True):
+            whole[at_key : at_key + k_.shape[2]] += gradient[0].transpose(0, 1)
+        at_key += k_.shape[2]
+    return tuple(gradients)
+
+
+def cudnn_packed(
+    q, k, v, bias, cum_q, cum_k, max_q, max_k, lse_too, dropout=0.0, causal=False, debug=False, *, scale=None
+):  # torch has no meta kernel of it
+    seed, out, lse = draw(dropout), torch.empty_like(q), q.new_empty(*q.shape[:2], 1, dtype=torch.float)
+
+    def put(number: int, tokens: slice, found: torch.Tensor) -> None:
+        lse[tokens, :, 0] = found.t()
+
+    forward_packed((q, k, v), cum_q, out, put, dropout, causal, scale, seed)
+    return out, lse, cum_q.clone(), cum_k.clone(), max_q, max_k, torch.tensor(seed), torch.tensor(0), None
+
+
+def cudnn_packed_backward(
+    grad, q, k, v, out, lse, seed, offset, bias, cum_q, cum_k, max_q, max_k, dropout, causal, *, scale=None
 ):
-    gradients = tuple(map(torch.empty_like, (q, k, v)))
-    for number, tokens, (grad_, *qkv, out_) in documents(cum_q, grad, q, k, v, out):
-        seed = _seed(rng_state) + number
-        found = backward(grad_, *qkv, None, out_, lse[:, tokens].unsqueeze(0), dropout, causal, scale, seed)
-        for whole, gradient in zip(gradients, found[:3], strict=True):
-            whole[tokens] = gradient[0].transpose(0, 1)
-    return gradients
+    rest = dropout, causal, scale, _seed(seed)
+    return backward_packed(grad, (q, k, v), out, cum_q, lambda number, tokens: lse[tokens, :, 0].t(), *rest)
+
+
+def efficient_packed(q, k, v, bias, cum_q, cum_k, max_q, max_k, dropout, mask, lse_too=False, **kwargs):
+    outputs = outputs_of(
+        aten._efficient_attention_forward, q, k, v, bias, cum_q, cum_k, max_q, max_k, dropout, mask, lse_too, **kwargs
+    )
+    seed = draw(dropout)
+    outputs[1].fill_(math.inf)
+
+    def put(number: int, tokens: slice, lse: torch.Tensor) -> None:
+        outputs[1][number, :, : lse.shape[1]] = lse
+
+    forward_packed((q[0], k[0], v[0]), cum_q, outputs[0][0], put, dropout, mask == 1, None, seed)
+    _set_seed(outputs[2], seed)
+    return tuple(outputs)
+
+
+def efficient_packed_backward(
+    grad, q, k, v, bias, out, cum_q, cum_k, max_q, max_k, lse, dropout, seed, offset, mask, bias_too, **kwargs
+):
+    def lse_of(number: int, tokens: slice) -> torch.Tensor:
+        return lse[number, :, : tokens.stop - tokens.start]
+
+    rest = dropout, mask == 1, None, _seed(seed)
+    found = backward_packed(grad[0], (q[0], k[0], v[0]), out[0], cum_q, lse_of, *rest)
+    return *(gradient.unsqueeze(0) for gradient in found), None
 
 
 KERNELS = {
@@ -235,8 +351,12 @@ KERNELS = {
     "_scaled_dot_product_flash_attention_backward": flash_backward,
     "_scaled_dot_product_efficient_attention": efficient,
     "_scaled_dot_product_efficient_attention_backward": efficient_backward,
+    "_cudnn_attention_forward": cudnn_packed,
+    "_cudnn_attention_backward": cudnn_packed_backward,
     "_flash_attention_forward": flash_packed,
     "_flash_attention_backward": flash_packed_backward,
+    "_efficient_attention_forward": efficient_packed,
+    "_efficient_attention_backward": efficient_packed_backward,
 }
 
 
@@ -284,10 +404,15 @@ def taken_of(kernel: str, bias: torch.Tensor | None) -> str:
     return "flash" if bias is None else "efficient"
 
 
-def packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cum: torch.Tensor, dropout: float) -> torch.Tensor:
-    """Return causal attention of packed documents (tokens, h, d), called as torch's nested tensors call it."""
+def packed_by(kernel: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cum: torch.Tensor, dropout: float) -> torch.Tensor:
+    """Return causal attention of packed documents (tokens, h, d), called as torch's nested tensors and xFormers call it."""
     longest = int(cum.diff().max())
-    return aten._flash_attention_forward(q, k, v, cum, cum, longest, longest, dropout, True, False)[0]
+    if kernel == "flash":
+        return aten._flash_attention_forward(q, k, v, cum, cum, longest, longest, dropout, True, False)[0]
+    if kernel == "cudnn":
+        return aten._cudnn_attention_forward(q, k, v, None, cum, cum, longest, longest, True, dropout, True)[0]
+    with_batch = (x.unsqueeze(0) for x in (q, k, v))
+    return aten._efficient_attention_forward(*with_batch, None, cum, cum, longest, longest, dropout, 1, True)[0][0]
 
 
 @contextmanager

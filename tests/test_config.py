@@ -20,7 +20,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"attention": "math"}, r"memo\.attention: got 'math'; allowed: \"cudnn\", \"flash\", \"flash_attn_2\""),
     ({"layers": "blocks"}, r"memo\.layers: got 'blocks'; allowed: a list of module names"),
     ({"kernels": {"norm": "liger"}}, r"memo\.kernels\.norm: got 'liger'; allowed: \"torch\" or \"apex\""),
-    ({"kernels": {"adm": "apex"}}, r"memo\.kernels\.adm: unknown key; allowed here: norm, adam, cross_entropy"),
+    ({"kernels": {"adm": "apex"}}, r"memo\.kernels\.adm: unknown key; allowed here: fast, norm, adam, cross_entropy"),
     ({"plan": True}, r"memo\.plan: got True; allowed: a JSON object"),
     ({"plan": {"solver": "gurobi"}}, r"memo\.plan\.solver: got 'gurobi'; allowed: \"cbc\", \"highs\" or \"greedy\""),
     ({"plan": {"time_limit_s": 0}}, r"memo\.plan\.time_limit_s: got 0; allowed: a number of seconds above 0"),

@@ -75,35 +75,38 @@ def run_emulated(
         return subprocess.run(command, env=os.environ | given, cwd=REPO, check=False, timeout=limit_s).returncode
 
 
-def without_values(host_gib: float = HOST_GIB) -> None:
+def without_values(host_gib: float = HOST_GIB, flash_attn_3: bool = False) -> None:
     """Leave out code that reads values, or touches memory only to have it.
 
     Args:
         host_gib: free on the emulated machine.
+        flash_attn_3: True if its package is installed.
     """
-    import torch
     from deepspeed.runtime.zero import stage3, stage_1_and_2
     from transformers import masking_utils
 
+    from benchmarks import emulated_attention
     from ds_memo.estimate import mixer_kernels
     from ds_memo.hf import sequence
     from ds_memo.memory import device as device_memory
     from ds_memo.memory import host as host_memory
-    from ds_memo.profile import run as profile_run
-    from ds_memo.remat import recipe, replay_check
+    from ds_memo.profile import stopwatch
+    from ds_memo.remat import attention_kernels, recipe, replay_check
     from ds_memo.sequence import catch_mixers
     from ds_memo.swap import pinned_segments
     from ds_memo.tiles.check import compare, probe, refuse
 
-    torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN wants a driver
+    emulated_attention.implement_cudnn()
+    if flash_attn_3:
+        emulated_attention.install_flash_attn_3()
     mixer_kernels.implement("CUDA")
     catch_mixers._INSTEAD.update(mixer_kernels.KERNELS)
     recipe.Observed.note_hidden_writes = lambda observed: None
-    replay_check._differ = lambda *_: False
+    replay_check._differ = attention_kernels.differs = lambda *_: False
     probe.compare = probe.refuse_others = probe.refuse_hidden_draws = lambda *_: None
     compare.is_by_token = refuse.alike = lambda *_: True
     pinned_segments.touch = lambda segment: None
-    profile_run.WAKING_S = 0.0
+    stopwatch.SUSTAINED_S = 0.0
     for module in (device_memory, host_memory):
         module.available_bytes = lambda *_, **__: int(host_gib * GIB)
     for optimizer in (stage_1_and_2.DeepSpeedZeroOptimizer, stage3.DeepSpeedZeroOptimizer_Stage3):

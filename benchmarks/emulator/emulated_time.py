@@ -1,9 +1,10 @@
 """Kernel times on the emulated device: each op by its FLOPs or its bytes, at the rates of `ds-memo estimate`.
 
-Flash attention called outright, with cu_seqlens and windows, has the pairs of tokens that it sees; cu_seqlens that came from the
-host are read where the emulator's device keeps them. Ops of ds_memo take the time of the ops inside. A product also takes the
-bytes of the matrix that it adds to, as sums of weight gradients in fp32 do. No kernel takes less than LAUNCH_FLOOR_S, those that
-no op shows (Triton's) among them.
+Attention takes the time of the kernel behind its op: cuDNN's, FlashAttention-2's, or that of the implementation that is active
+for flash ops. Flash attention called outright, with cu_seqlens and windows, has the pairs of tokens that it sees; cu_seqlens that
+came from the host are read where the emulator's device keeps them. Ops of ds_memo take the time of the ops inside. A product also
+takes the bytes of the matrix that it adds to, as sums of weight gradients in fp32 do. No kernel takes less than LAUNCH_FLOOR_S,
+those that no op shows (Triton's) among them.
 
 The emulator's streams, events and queues keep time (emulator.cpp); this says how long each kernel keeps its stream busy. So the
 commands of a real CUDA build of torch run in their real order and with their real events. The result shows what waits
@@ -12,6 +13,7 @@ for what, and how a rate changes it. No kernel runs, and these are no times of a
 
 from __future__ import annotations
 
+import collections
 import ctypes
 import functools
 import itertools
@@ -48,6 +50,8 @@ class Clock:
 
     def __init__(self, machine: hardware.Hardware) -> None:
         self.machine = machine
+        self.attention = collections.Counter[tuple[str, str]]()
+        """Calls of attention, by kernel and op."""
         self._emulator = ctypes.CDLL("libcuda.so.1")
         self._emulator.emulated_links.argtypes = [ctypes.c_double] * 2
         self._emulator.emulated_floor.argtypes = [ctypes.c_double]
@@ -109,6 +113,8 @@ class Costs(SkipsCompiled):
             return run_inside(self, func, args, kwargs)
         self.clock.begin_op()
         result = func(*args, **kwargs)
+        if kernel := kernels.kernel_of(func._overloadpacket):
+            self.clock.attention[kernel, func._schema.name.removeprefix("aten::")] += 1
         if seconds := cost_s(func, args, kwargs, result, self.clock.machine):
             self.clock.spend(seconds)
         return result
@@ -144,9 +150,8 @@ def _flash_s(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], machine: 
     limits = [limits[0], 0] if given["is_causal"] else limits
     seen = sum(_pairs(of_query, of_key, *limits) for of_query, of_key in lengths)
     flops = 2.0 * seen * query.shape[-2] * (key.shape[-1] + value.shape[-1])
-    if func._overloadpacket is _FLASH[0]:
-        return flops / (machine.peak * machine.attention_forward_efficiency)
-    return kernels.BACKWARD_FLOPS * flops / (machine.peak * machine.attention_backward_efficiency)
+    packet = func._overloadpacket
+    return kernels.attention_s(flops, kernels.kernel_of(packet), packet is _FLASH[1], machine)
 
 
 def _lengths(borders: torch.Tensor) -> list[int]:
@@ -167,10 +172,10 @@ def _pairs(queries: int, keys: int, left: int, right: int) -> int:
 @contextmanager
 def keeping_time(machine: hardware.Hardware) -> Iterator[Clock]:
     """Within the block, kernels and copies take this machine's time, in ds_memo's measurements too."""
-    from ds_memo.profile import bandwidth, layer
+    from ds_memo.profile import bandwidth
     from ds_memo.runtime import steps
 
-    clock, modules = Clock(machine), (bandwidth, layer, steps)
+    clock, modules = Clock(machine), (bandwidth, steps)
     theirs = [module.time for module in modules]
     for module in modules:  # what they time with the host's clock
         module.time = SimpleNamespace(perf_counter=clock.now)

@@ -47,10 +47,10 @@ from benchmarks.emulated_process import HOST_GIB, run_emulated, without_values
 from benchmarks.emulated_ranks import NAME, among
 from benchmarks.emulated_steps import HEADER, Step, line
 from benchmarks.emulated_time import Clock, keeping_time
-from benchmarks.point import run_point
+from benchmarks.point import answer, run_point, take_in_child
 from benchmarks.rivals import RIVALS, Budget, Installed, Rival
 from benchmarks.speed import show
-from benchmarks.timing import Trainer
+from benchmarks.timing import Trainer, clear
 from benchmarks.workloads import batch, build, loss_of, shapes
 from ds_memo.estimate import hardware
 from ds_memo.runtime.handle import MemoHandle
@@ -150,6 +150,7 @@ def step(
     for handle, _ in runs:
         if handle:
             handle.detach()
+    clear(device)  # autograd's thread may still free the last graph, and would abort the process as it ends
     return rows
 
 
@@ -188,14 +189,20 @@ def capacity(
     return found
 
 
-def speed(workload: str, length: int, rivals: list[str], host_gib: float, device_gib: float | None) -> dict[str, Any]:
-    """Run a point of `gpu.sh speed`."""
-    device = torch.device("cuda", 0)
+def speed(
+    workload: str, length: int, rivals: list[str], host_gib: float, device_gib: float | None, machine: str
+) -> dict[str, Any]:
+    """Run a point of `gpu.sh speed`, each rival in an emulated process of its own.
+
+    Args:
+        machine: whose rates the processes have.
+    """
     device_bytes = None if device_gib is None else int(device_gib * GIB)
+    take = take_in_child("benchmarks.emulator", "speed", "--emulated", "--hardware", machine)
     with tempfile.TemporaryDirectory() as cache:
-        budget = Budget(device, int(host_gib * GIB), device_bytes, cache_dir=cache)
-        point = run_point(shapes(device)[workload], length, [RIVALS[name] for name in rivals], budget, steps=2)
-    return point | {"emulated": True}
+        budget = Budget(torch.device("cuda", 0), int(host_gib * GIB), device_bytes, cache_dir=cache)
+        point = run_point(workload, length, [RIVALS[name] for name in rivals], budget, steps=2, take=take)
+    return point | {"emulated": True, "hardware": machine}
 
 
 def syncs(run: Callable[..., Any]) -> dict[str, Any]:
@@ -322,6 +329,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--nvme-gb-per-s", type=float, metavar="X", help="of emulated drives behind the host, for `step`")
     parser.add_argument("--nvme-gib", type=float, default=15000.0, metavar="X", help="their size; default: 15,000")
     parser.add_argument("--json", action="store_true", help="print what was found as JSON")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--emulated", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if not options.emulated:
@@ -330,6 +338,8 @@ def main(arguments: list[str] | None = None) -> int:
         return run_emulated("benchmarks.emulator", asked, whole, options.lock_gib)
     without_values()
     with keeping_time(hardware.load(options.hardware)) as clock:
+        if options.child:
+            return answer(options.child)
         _run(clock, options)
     return 0
 
@@ -344,7 +354,8 @@ def _run(clock: Clock, options: argparse.Namespace) -> None:
         tell(found | {"hardware": options.hardware}, lambda: None)
         return
     if options.what == "speed":
-        point = speed(options.workload, options.length, options.rivals, options.host_gib, options.device_gib)
+        memory = options.host_gib, options.device_gib
+        point = speed(options.workload, options.length, options.rivals, *memory, options.hardware)
         tell(point, lambda: show(point))
         return
     if options.what == "peak":

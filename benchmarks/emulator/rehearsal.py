@@ -38,7 +38,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device-gib", type=float, default=139.8, help="of each GPU; default: 139.8")
     parser.add_argument("--host-gib", type=float, default=1843.0, help="free on the node; default: 1843")
     parser.add_argument("--hardware", default="h200", help="whose rates: a name or file of ds-memo estimate; default: h200")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write what each step took")
+    parser.add_argument("--flash-attn-3", action="store_true", help="as if FlashAttention-3's package were installed")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write what each step took, and the kernels of attention")
     parser.add_argument("--emulated", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("script", metavar="SCRIPT ARGS", nargs=argparse.REMAINDER)
     options = parser.parse_args(arguments)
@@ -51,14 +52,16 @@ def main(arguments: list[str] | None = None) -> int:
     machine = hardware.load(options.hardware)
     of_node = min(options.ranks, int(machine.gpus_per_node))
     os.environ |= {"WORLD_SIZE": str(options.ranks), "LOCAL_WORLD_SIZE": str(of_node)}
-    without_values(options.host_gib)
+    without_values(options.host_gib, options.flash_attn_3)
     rows: list[dict[str, Any]] = []
     with keeping_time(machine) as clock:
         try:
             rehearse(clock, options.ranks, options.rank, rows, *options.script)
         finally:
+            attention = [[*what, calls] for what, calls in sorted(clock.attention.items())]
+            print("attention:", *(f"{calls} calls of {op} ({kernel})" for kernel, op, calls in attention), file=sys.stderr)
             if options.json:
-                options.json.write_text(json.dumps(rows))
+                options.json.write_text(json.dumps({"steps": rows, "attention": attention}))
     return 0
 
 

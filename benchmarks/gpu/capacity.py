@@ -17,17 +17,15 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks import results
+from benchmarks.child import found_by_child, tell
 from benchmarks.open_slab import held_open
 from benchmarks.rivals import MIXERS_WHOLE, PLANNED, RIVALS, SWAPPING, Budget, Installed
 from benchmarks.speed import add_common, make_budget
@@ -182,11 +180,9 @@ def search_apart(
     """
     arguments = {"child": rival, "workloads": shape.name, "device": budget.device.type}
     arguments |= {"host-bytes": budget.host_bytes, "device-bytes": budget.device_bytes}
-    command = [sys.executable, "-m", "benchmarks.capacity", *(f"--{name}={value}" for name, value in arguments.items())]
-    command += ["--lengths", *map(str, lengths)] if lengths else []
-    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], check=False)
-    probes = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{") and line.endswith("}")]
-    return probes, f"exit {done.returncode}: {done.stderr[-500:]}" if done.returncode else None
+    words = [f"--{name}={value}" for name, value in arguments.items()]
+    words += ["--lengths", *map(str, lengths)] if lengths else []
+    return found_by_child("benchmarks.capacity", *words)
 
 
 def measure(run: results.Run, shape: Shape, rivals: list[str], budgets: list[Budget], lengths: Sequence[int] = ()) -> None:
@@ -236,7 +232,6 @@ def main(arguments: list[str] | None = None) -> int:
     if options.child:
         device = torch.device(options.device)
         with held_open(Budget(device, options.host_bytes, options.device_bytes)) as budget:
-            tell: Callable[[Any], None] = lambda found: print(json.dumps(found), flush=True)  # noqa: E731
             search_here(shapes(device)[names[0]], options.child, budget, tell, options.lengths)
         return 0
     device = results.device_or_exit(options.device, "capacity")

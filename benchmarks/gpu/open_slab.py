@@ -1,14 +1,13 @@
-"""Host memory that is locked once for all turns of a run.
+"""Host memory that is locked once for all turns of a process.
 
-The last model of a process releases its pool. Rivals take turns, so each turn would map, touch and lock tens of GiB again.
-A slab that stays open keeps the pool.
+The last model of a process releases its pool. Each turn would map, touch and lock tens of GiB again. A slab that stays open keeps
+the pool.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
 
@@ -24,6 +23,6 @@ def held_open(budget: Budget) -> Iterator[Budget]:
     device = torch.empty(0, device=budget.device).device  # with its index, as parameters have it
     slab = HostSlab(0, shared_pool(budget.host_bytes / GIB, device))
     try:
-        yield replace(budget, slab=slab)
+        yield budget
     finally:
         slab.close()

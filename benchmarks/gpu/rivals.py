@@ -21,7 +21,6 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from ds_memo.remat.op_policy import ATTENTION
 from ds_memo.remat.undo import changed
-from ds_memo.swap.host_slab import HostSlab
 from ds_memo.units import GIB
 
 
@@ -37,8 +36,6 @@ class Budget:
     """Ranks that trade heads, under UPipe."""
     cache_dir: str | None = None
     """Folder of ds_memo's profiles, shared by the turns of one run; None: its default."""
-    slab: HostSlab | None = None
-    """It stays open for the run, so that its pool is locked once (open_slab.py). None: each turn locks anew."""
 
 
 @dataclass
@@ -107,22 +104,27 @@ def hf_offload(model: nn.Module, budget: Budget) -> Iterator[Installed]:
 
 
 @contextlib.contextmanager
-def async_offload(model: nn.Module, budget: Budget) -> Iterator[Installed]:
+def async_offload(model: nn.Module, budget: Budget, keep_attention: bool = False) -> Iterator[Installed]:
     """Checkpointing with layer inputs on the host, as accelerate#4175 and DeepSpeed #8282 have it; copies run beside compute and
-    come back a layer ahead."""
+    come back a layer ahead.
+
+    Args:
+        keep_attention: attention's outputs leave, too, and attention runs once, as Axolotl has it (axolotl#3776, #3786).
+    """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    from benchmarks.input_offload import Inputs
+    from benchmarks.input_offload import LayerTensors
 
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    inputs = Inputs(len(layers), budget.device)
+    tensors = LayerTensors(len(layers), budget.device)
+    contexts = {"context_fn": tensors.keep_attention} if keep_attention else {}
 
     def run(layer: Callable[..., Any], *args: Any) -> Any:
-        with inputs.hooks():
-            return torch.utils.checkpoint.checkpoint(layer, *args, use_reentrant=False)
+        with tensors.hooks():
+            return torch.utils.checkpoint.checkpoint(layer, *args, use_reentrant=False, **contexts)
 
     def around() -> AbstractContextManager:
-        inputs.begin_step()
+        tensors.begin_step()
         return nullcontext()
 
     with checkpointed(model, budget):
@@ -133,6 +135,10 @@ def async_offload(model: nn.Module, budget: Budget) -> Iterator[Installed]:
         finally:  # it holds host memory
             for layer in layers:
                 del layer._gradient_checkpointing_func
+
+
+axolotl = functools.partial(async_offload, keep_attention=True)
+"""Axolotl's way since July 2026."""
 
 
 @contextlib.contextmanager
@@ -176,11 +182,19 @@ def alst(
         offload: installs checkpointing.
         tiled: given an MLP's forward and its parameters, returns a forward in tiles.
     """
-    with contextlib.ExitStack() as patches, offload(model, budget) as installed:
+    with contextlib.ExitStack() as patches, fused_norms(model, budget, offload) as installed:
         for name, module in model.named_modules():
             if name.endswith(".mlp"):
                 patches.enter_context(_forward(module, tiled(module.forward, list(module.parameters()))))
-            elif type(module).__name__.endswith("RMSNorm"):
+        yield installed
+
+
+@contextlib.contextmanager
+def fused_norms(model: nn.Module, budget: Budget, offload: Callable[..., Any]) -> Iterator[Installed]:
+    """A rival with each RMSNorm as one kernel."""
+    with contextlib.ExitStack() as patches, offload(model, budget) as installed:
+        for module in model.modules():
+            if type(module).__name__.endswith("RMSNorm"):
                 patches.enter_context(_forward(module, functools.partial(_fused_norm, module)))
         yield installed
 
@@ -282,6 +296,9 @@ _ALL = (
     Rival("async_offload", async_offload),
     Rival("trl", trl),
     Rival("alst, async", alst, {"offload": async_offload}),
+    Rival("axolotl", axolotl),
+    Rival("axolotl, fused norms", fused_norms, {"offload": axolotl}),
+    Rival("alst, axolotl", alst, {"offload": axolotl}),
     Rival("upipe", upipe),
     Rival("ds_memo", memo, warm_up=3),
     Rival("ds_memo, expandable", memo, warm_up=3, expandable=True),

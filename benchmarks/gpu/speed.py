@@ -1,7 +1,7 @@
-"""Step time and memory of every rival at every length, side by side in one run.
+"""Step time and memory of every rival at every length, side by side in one run. Each turn of a rival has a process of its own.
 
     bash benchmarks/gpu.sh speed [--workloads gpt7b llama8b] [--lengths 65536 …] [--rivals …|all] [--host-gib X] [--device-gib X]
-                                 [--device cuda|cpu] [--out DIR]
+                                 [--turns N] [--device cuda|cpu] [--out DIR]
 
 Without lengths, gpt7b at 64 Ki and 16 Ki tokens comes first, with the rivals of benchmarks/point.py's NEEDED; then llama8b from
 short to long. With lengths, every rival has its turn. The file is written after every turn: what is ended from outside leaves the
@@ -21,6 +21,7 @@ grow first (benchmarks/host.py).
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -31,11 +32,9 @@ import torch
 
 from benchmarks import host as host_memory
 from benchmarks import results
-from benchmarks.open_slab import held_open
-from benchmarks.point import NEEDED, run_point
+from benchmarks.point import NEEDED, answer, run_point, take_in_child
 from benchmarks.predict import in_words
 from benchmarks.rivals import OURS, PLANNED, RIVALS, Budget, Rival
-from benchmarks.timing import clear
 from benchmarks.workloads import NAMES, Shape, shapes
 from ds_memo.units import GIB
 
@@ -62,6 +61,7 @@ def points_of(names: Sequence[str], lengths: Sequence[int], device: torch.device
 
 def measure(run: results.Run, points: list[Point], rivals: list[Rival], budget: Budget) -> None:
     """Measure the points, and write the file after every turn."""
+    take = take_in_child("benchmarks.speed")
     done: list[dict[str, Any]] = []
     run.found["points"] = done
 
@@ -73,8 +73,7 @@ def measure(run: results.Run, points: list[Point], rivals: list[Rival], budget: 
     for shape, length, turns in points:
         name = f"{shape.name} {length}"
         results.say(f"{shape.name}, {length} tokens")
-        found = run.attempt(name, run_point, shape, length, rivals, budget, turns, STEPS, keep)
-        run.attempt(f"after {name}", clear, budget.device)
+        found = run.attempt(name, functools.partial(run_point, take=take), shape.name, length, rivals, budget, turns, STEPS, keep)
         if found is not None:
             run.failures += found["failures"]
             run.attempt(f"{name}, printed", show, found)
@@ -129,16 +128,20 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser("gpu.sh speed", description=__doc__.splitlines()[0])
     add_common(parser)
     parser.add_argument("--host-gib", type=float, help="host budget of ds_memo")
+    parser.add_argument("--turns", type=int, help="of each rival; absent: as the page of this command says")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
+    if options.child:
+        return answer(options.child)
     device = results.device_or_exit(options.device, "speed")
     default = RIVALS if options.lengths else NEEDED
     rivals = [RIVALS[name] for name in (RIVALS if "all" in options.rivals else options.rivals or default)]
     points = points_of(options.workloads or list(NAMES), options.lengths, device)
+    points = [(shape, length, options.turns or turns) for shape, length, turns in points]
     run = results.Run("speed", device, options.out, vars(options))
     with tempfile.TemporaryDirectory() as cache:  # profiles in it are of this run, not of one before
         budget = replace(make_budget(run, device, options.host_gib, options.device_gib), cache_dir=cache)
-        with held_open(budget) as budget:
-            run.attempt("speed", measure, run, points, rivals, budget)
+        run.attempt("speed", measure, run, points, rivals, budget)
         return run.finish()
 
 

@@ -22,7 +22,6 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,7 @@ from benchmarks.ring import Ring
 from ds_memo.cli.arguments import tokens
 from ds_memo.units import GIB
 
-PUBLISHED = {"s": 380, "gib": 56.2}
+PUBLISHED = {"cudnn": {"s": 380, "gib": 56.2}, "flash": {"s": 606, "gib": 56.2}}
 CHUNK = 256
 """Tokens of the loss in a chunk, as TRL's."""
 CONFIG = Path(__file__).resolve().parents[2] / "ds_configs" / "models" / "qwen3-8b.json"
@@ -122,7 +121,10 @@ def as_trl(
     return scored, (mine(ids), mine(positions), mine(ids.roll(-1, 1)))
 
 
-def trl(config: Any, length: int, memo: dict[str, Any], peaks: Peaks) -> Callable[[], None]:
+def trl(config: Any, length: int, memo: dict[str, Any], peaks: Peaks, attention: str) -> Callable[[], None]:
+    torch.backends.cuda.enable_cudnn_sdp(attention == "cudnn")
+    if attention == "flash_attn_3":
+        torch.nn.attention.activate_flash_attention_impl("FA3")
     if not dist.is_initialized():
         dist.init_process_group("nccl")
     scored, batch = as_trl(config, length)
@@ -143,7 +145,7 @@ def trl(config: Any, length: int, memo: dict[str, Any], peaks: Peaks) -> Callabl
 # ---- under ds_memo
 
 
-def ours(config: Any, length: int, memo: dict[str, Any], peaks: Peaks) -> Callable[[], None]:
+def ours(config: Any, length: int, memo: dict[str, Any], peaks: Peaks, attention: str) -> Callable[[], None]:
     import deepspeed
     from transformers import AutoModelForCausalLM
 
@@ -156,7 +158,7 @@ def ours(config: Any, length: int, memo: dict[str, Any], peaks: Peaks) -> Callab
         "optimizer": {"type": "AdamW", "params": {"lr": 2e-5, "torch_adam": True}},
         "zero_optimization": {"stage": 3},
         "sequence_parallel_size": int(os.environ["WORLD_SIZE"]),
-        "memo": {"enabled": True} | memo,
+        "memo": {"enabled": True} | ({"attention": attention} if attention != "flash_attn_3" else {}) | memo,  # 3 runs unasked
     }
     deepspeed.init_distributed()
     torch.manual_seed(0)
@@ -187,7 +189,7 @@ def train(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Train some steps; return seconds and memory of each."""
     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     way, peaks, rows = {"ours": ours, "trl": trl}[options.way], Peaks(), []
-    step = way(config_of(options.layers, options.tokens), options.tokens, options.memo, peaks)
+    step = way(config_of(options.layers, options.tokens), options.tokens, options.memo, peaks, options.attention)
     for number in range(1, options.steps + 1):
         peaks.begin()
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -203,8 +205,8 @@ def train(options: argparse.Namespace) -> list[dict[str, Any]]:
         import ds_memo
 
         report = ds_memo.report(step.engine)
-        kept = ("alpha", "tiles", "resident_layers", "binding", "step_s", "predicted", "stall_s", "host", "warnings")
-        rows[-1] |= {name: report[name] for name in kept}
+        kept = ("attention_kernel", "alpha", "tiles", "resident_layers", "binding", "step_s", "predicted", "stall_s", "host")
+        rows[-1] |= {name: report[name] for name in (*kept, "warnings")}
     return rows
 
 
@@ -214,8 +216,8 @@ def predicted(options: argparse.Namespace) -> dict[str, dict[str, float]]:
     from ds_memo.estimate.estimate import estimate
     from ds_memo.estimate.question import Question
 
-    theirs = answer(json.loads(DATA.read_text())["runs"][0] | {"tokens": options.tokens})
-    h100, limit_gib = machine("cudnn"), options.memo.get("device_memory_gib")
+    theirs = answer(json.loads(DATA.read_text())["runs"][0] | {"tokens": options.tokens, "kernel": options.attention})
+    h100, limit_gib = machine(options.attention), options.memo.get("device_memory_gib")
     if limit_gib:
         h100 = h100.with_device_memory(limit_gib * GIB)
     mine = estimate(Question(model("qwen3-8b", fused=False), h100, 8, options.tokens))
@@ -224,40 +226,36 @@ def predicted(options: argparse.Namespace) -> dict[str, dict[str, float]]:
 
 
 def rehearse(options: argparse.Namespace) -> dict[str, Any]:
-    """Run the ways as rank 0 of eight on the emulated device, attention at the rates of cuDNN's kernel."""
+    """Run the ways as rank 0 of eight on the emulated H100."""
     from benchmarks import rehearsal
-    from benchmarks.published_runs import machine
 
-    found = {}
-    numbers = {name: value for name, value in asdict(machine("cudnn")).items() if name != "name" and not name.startswith("nvme")}
-    units = {"peak": "FLOP/s"} | dict.fromkeys(("device_memory", "device_reserve", "host_memory"), "B")
-    units |= dict.fromkeys(("device_bandwidth", "host_bandwidth", "d2h", "h2d", "intra_node", "inter_node"), "B/s")
+    found: dict[str, Any] = {"hardware": "h100", "calls of attention": {}}
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "h100.json")
-        file.write_text(json.dumps({name: {"value": value, "unit": units.get(name, "")} for name, value in numbers.items()}))
         for way in options.ways:
-            result = Path(folder, f"{way}.json")
+            result, seen = Path(folder, f"{way}.json"), Path(folder, "rehearsal.json")
             asked = [way, "--layers", options.layers, "--tokens", options.tokens, "--steps", options.steps, "--json", result]
-            device = ["--ranks", "8", "--device-gib", options.device_gib, "--hardware", file]
-            given = [*device, __file__, *asked, "--memo", json.dumps(options.memo)]
-            if code := rehearsal.main([str(word) for word in given]):
+            asked += ["--attention", options.attention, "--memo", json.dumps(options.memo)]
+            device = ["--ranks", "8", "--device-gib", options.device_gib, "--hardware", "h100", "--json", seen]
+            device += ["--flash-attn-3"] * (options.attention == "flash_attn_3")
+            if code := rehearsal.main([str(word) for word in (*device, __file__, *asked)]):
                 raise SystemExit(code)
             found[way] = json.loads(result.read_text())
-    return {"hardware": numbers} | found
+            found["calls of attention"][way] = json.loads(seen.read_text())["attention"]
+    return found
 
 
 def show(options: argparse.Namespace, found: dict[str, Any]) -> None:
     """Print the table: published, emulated if that was done, and predicted."""
     layers = f"Emulated with {options.layers} of 36 layers as rank 0 of 8. " if "hardware" in found else ""
-    print(f"\n{options.tokens:,} tokens. {layers}Published: TRL 1.13, 1,048,576 tokens, 36 layers")
+    print(f"\n{options.tokens:,} tokens, {options.attention}. {layers}Published: TRL 1.13, 1,048,576 tokens, 36 layers")
     head = ("", "published s, GiB", "emulated s", "GiB", "GiB reserved", "host GiB of the node", "predicted s", "GiB", "host GiB")
-    lines = []
+    lines, published = [], ", ".join(map(str, PUBLISHED.get(options.attention, {}).values()))
     for way in options.ways:
         rows, told = found.get(way), found["predicted"][way]
         host = 8 * rows[-1]["host"]["slab"] / GIB if rows and "host" in rows[-1] else None
         emulated = [rows[-1][name] for name in ("s", "gib", "reserved_gib")] if rows else [None] * 3
         numbers = [*emulated, host, told["s"], told["gib"], told.get("host_gib")]
-        lines.append((way, "" if way == "ours" else "380, 56.2", *("" if x is None else f"{x:,.1f}" for x in numbers)))
+        lines.append((way, published if way == "trl" else "", *("" if x is None else f"{x:,.1f}" for x in numbers)))
     print(*markdown(head, lines), sep="\n")
 
 
@@ -267,13 +265,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--layers", type=int, default=36)
     parser.add_argument("--tokens", type=tokens, default=1 << 20)
     parser.add_argument("--steps", type=int, default=5)
+    kernel = "of both ways, as memo.attention names it; default: cudnn"
+    parser.add_argument("--attention", choices=("flash", "cudnn", "flash_attn_3"), default="cudnn", help=kernel)
     parser.add_argument("--memo", type=json.loads, default={}, metavar="JSON", help='more of the "memo" section')
     parser.add_argument("--device-gib", type=float, default=80.0, help="of the emulated device; default: 80")
     parser.add_argument("--ways", nargs="+", choices=("trl", "ours"), default=("trl", "ours"), help="to rehearse; default: both")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write seconds and memory of each step")
     options = parser.parse_args(arguments)
     if options.way in ("rehearse", "predict"):
-        found = {"published": PUBLISHED, "memo": options.memo, "predicted": predicted(options)}
+        asked = {"memo": options.memo, "attention": options.attention}
+        found = {"published": PUBLISHED.get(options.attention), **asked, "predicted": predicted(options)}
         if options.way == "rehearse":
             found |= rehearse(options)
         show(options, found)

@@ -18,7 +18,7 @@ from torch import nn
 from ds_memo.autotune.pending_calls import InFlight
 from ds_memo.distributed.agree import from_all_ranks
 from ds_memo.logits.lazy_head import HeadBytes, LazyHead
-from ds_memo.memory.device import UNSEEN, device_budget, lost_bytes, most_beyond, states_to_come
+from ds_memo.memory.device import UNSEEN, DeviceBudget, device_budget, lost_bytes, most_beyond, states_to_come
 from ds_memo.placement import Tiles
 from ds_memo.planned_alloc.non_layer_memory import NonLayerMemory, largest
 from ds_memo.profile.run_profile import RunProfile
@@ -89,7 +89,7 @@ class Budgets:
     def __init__(
         self, device_memory_gib: float | None, host: HostBudget, device: torch.device, heads: Sequence[LazyHead] = ()
     ) -> None:
-        self.device = 0
+        self.device = DeviceBudget(0)
         """Bytes beyond parameters, gradients and optimizer states."""
         self.device_limit = 0
         """The same with nothing left alone for what is only guessed: optimizer states, head, workspaces of kernels."""
@@ -117,9 +117,9 @@ class Budgets:
         headroom = UNSEEN if self._non_layer is None else HEADROOM
         careful = device_budget(self._device, self._given, to_come, headroom, lost)
         most = device_budget(self._device, self._given, gradients, 0.0)  # Adam's states are a guess, and refuse no run
-        offers, *devices = zip(*from_all_ranks((self.host.offer, careful, most)), strict=True)
+        offers, budgets, limits = zip(*from_all_ranks((self.host.offer, careful, most.nbytes)), strict=True)
         self.host.agree(*min(offers))
-        self.device, self.device_limit = map(min, devices)
+        self.device, self.device_limit = min(budgets), min(limits)
 
     def measured(self, logged: NonLayerMemory | None, tokens: int, bytes_of_layers: int) -> PassMemory | None:
         """Return the non-layer memory of this rank's pass; None: it is not known.
@@ -161,7 +161,7 @@ class Budgets:
         """
         at = [shape and (shape.batch, shape.length) for shape in shapes]
         tokens = math.prod(profile.last(at)) * in_flight.forwards
-        run = profile.costs(at, host, self.device, tiles=tiles)
+        run = profile.costs(at, host, self.device.nbytes, tiles=tiles)
         other, calls = self._non_layer or NonLayerMemory(0), in_flight.calls
         backward, most = other.backward, max(other.backward)
         if len(backward) != len(run.layers):  # some are not called

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from ds_memo.memory.device import DeviceBudget
 from ds_memo.placement import FULL_RECOMPUTE, NO_RECOMPUTE, Placement, PlacementKind
 from ds_memo.shapes import HiddenShape, HiddenShapes
 from ds_memo.solve.run_costs import RunCosts
@@ -28,6 +29,8 @@ class PassSolution:
     shapes: HiddenShapes
     shape: HiddenShape
     """The shape of the hidden states that come into the last layer."""
+    device: DeviceBudget
+    """The device's budget at that time."""
     empty_frames: bool = False
     """True if layers have frames also where none of them is checkpointed: ds_memo.deepspeed.run_ahead_limit hears of these."""
 
@@ -82,7 +85,15 @@ class PassSolution:
             "nvme_bytes": solution.nvme_bytes,
             "host_bytes": solution.host_bytes,
             "device_bytes": solution.device_bytes,
+            "device_budget": self._device_budget(),
             "device_bytes_by_part": dict(solution.device_bytes_by_part),
             "beside_bytes": self.run.non_layer_bytes(),
             "stored_bytes_per_layer": list(self.stored_bytes),
         }
+
+    def _device_budget(self) -> dict[str, Any]:
+        """Return the account of the device's bytes that it was solved for, which exceed a budget that nothing fits in."""
+        budget, device = self.run.device_budget, self.device
+        why = device.why if budget <= device.nbytes else f"nothing fits with {device.why}"
+        withheld = max(0, device.free - device.to_come - budget)
+        return {"solved_for": budget, "free": device.free, "to_come": device.to_come, "withheld": withheld, "why": why}

@@ -15,8 +15,8 @@ from ds_memo.distributed.topology import is_experts
 from ds_memo.errors import MemoError
 from ds_memo.profile.caught_call import AsCalled, CaughtCall, as_it_is, layer_calls
 from ds_memo.profile.layer_kinds import kinds_of
-from ds_memo.remat.checkpoint import Remat
 from ds_memo.remat.layer import Layer
+from ds_memo.remat.remat import Remat
 from ds_memo.shapes import HiddenShapes, Shapes, hidden_shape
 
 REMEMBERED = 64

@@ -39,8 +39,8 @@ from ds_memo.planned_alloc import UNPLANNED_OVERHEAD
 from ds_memo.planned_alloc.runtime import Addresses
 from ds_memo.profile.caught_call import CaughtCall
 from ds_memo.profile.run_profile import RunProfile
-from ds_memo.remat.checkpoint import Remat
 from ds_memo.remat.layer import Layer
+from ds_memo.remat.remat import Remat
 from ds_memo.shapes import HiddenShapes
 from ds_memo.solve.memory import bytes_of_layers
 from ds_memo.solve.refusals import NothingFits
@@ -256,7 +256,8 @@ class Tuner:
         may_tile = not self._ranks.trade_tokens
         solution, run = solve_pass(request, self._config, profile, costs, alpha, limit, overhead, may_tile)
         called, last = tuple(profile.called(shapes)), profile.last(shapes)
-        found = PassSolution(solution, run, called, len(profile.layers), shapes, last, self._ranks.meet)
+        budget = self._budgets.device
+        found = PassSolution(solution, run, called, len(profile.layers), shapes, last, budget, self._ranks.meet)
         warn_of_non_layer_memory(found, limit, self._warn)
         return found
 
@@ -303,7 +304,7 @@ class Tuner:
             "from_cache": self._profiling.from_cache,
             "d2h_bytes_per_s": self.profile.d2h_bytes_per_s * self._link.share,
             "h2d_bytes_per_s": self.profile.h2d_bytes_per_s * self._link.share,
-            "device_budget": self._budgets.device,
+            "device_budget": self._budgets.device.nbytes,
             "host_budget": self._budgets.host.share,
             "calls": self._in_flight.calls,
             "not_tiled": {kind.name: why for kind in self.profile.kinds if (why := why_whole or kind.not_tiled)},

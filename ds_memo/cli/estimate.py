@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
+from ds_memo.attention_kernel import NAMES
 from ds_memo.cli.arguments import count, gib, number, tokens
 from ds_memo.errors import brief, quoted
 from ds_memo.estimate import hardware
@@ -56,6 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("--nvme-tb-per-day", type=_tb, metavar="X", help="that may be written to a node's drives (default: no limit)")
     fused = "norms, rotary embedding, activations are one kernel each, as Liger's"
     option("--fused-kernels", action="store_true", help=fused)
+    kernel = "attention's kernel, as memo.attention, with its package installed (default: PyTorch's choice, without 3 and 4)"
+    option("--attention", choices=hardware.ATTENTION, help=kernel)
     option("--profile", metavar="FILE", help="link speeds and layer times of a real run, by `ds-memo profile`")
     option = parser.add_argument_group("other questions, in place of one fixed length").add_argument
     option("--max-length", action="store_true", help="the longest sequence that fits")
@@ -110,6 +113,7 @@ _CONTRADICTIONS = (
     ("--max-length", "--seq-length --min-gpus --sweep --compare", "it chooses the length of one answer"),
     ("--min-gpus", "--gpus --sweep --compare", "it chooses the GPUs of one answer"),
     ("--sweep", "--seq-length --timeline", "it chooses lengths"),
+    ("--profile", "--attention", "its times are those of the kernel that ran"),
     ("--compare", "--alpha --plan --tile-tokens --timeline --ulysses", "it shows each method with its own alpha, plan and tiles"),
 )
 """An option, others that it does not go with, and why."""
@@ -139,7 +143,7 @@ _AS_ASKED = ("batch", "method", "tp", "cp", "sp", "ulysses", "zero", "offload", 
 
 def _machine(args: argparse.Namespace) -> Hardware:
     hardware.model_file(args.model)
-    machine = hardware.load(args.hardware)
+    machine = hardware.load(args.hardware).attending_with(args.attention)
     if args.device_memory_gib is not None:
         machine = machine.with_device_memory(args.device_memory_gib * GIB)
     return _with_drives(machine, args)
@@ -210,6 +214,8 @@ def _print(answer: Estimate) -> None:
     if answer.step_s is not None:
         print(f"  step       {answer.step_s:,.2f} s: {_shares(answer.seconds, answer.step_s)}")
         print(f"  speed      MFU {answer.mfu:.1%}, {answer.tgs:,.0f} tokens per GPU and second")
+    for text in _attention(answer):
+        print(f"  attention  {text}")
     if answer.alpha is not None and answer.status == OK:
         others = {"without_gemms": "without GEMMs", "without_recompute": "without recompute"}
         others["attention_recomputed"] = "with attention recomputed"
@@ -237,6 +243,16 @@ def _print(answer: Estimate) -> None:
         print(f"  note       {quoted(note, 400)}")
 
 
+def _attention(answer: Estimate) -> list[str]:
+    """Return the kernels of attention, with their rates and why they run."""
+    return [
+        f"{NAMES.get(kernel.name, kernel.name)} at {rates.forward / 1e12:,.0f} and {rates.backward / 1e12:,.0f} TFLOP/s, forward "
+        f"and backward: {kernel.reason}"
+        for kernel in answer.attention
+        for rates in [answer.question.hardware.attention_rates(kernel.name)]
+    ]
+
+
 def _verdict(answer: Estimate) -> str:
     return {"ok": "fits", "oom": "out of device memory", "oohm": "out of host memory"}[answer.status]
 
@@ -262,10 +278,8 @@ def _table(args: argparse.Namespace, question: Question) -> int:
     print(f"{question.model.name} on {question.gpus} × {question.hardware.name}")
     cells = [_cells(answer) for answer in found]
     if args.compare:
-        machine = question.hardware
-        shares = machine.attention_forward_efficiency, machine.attention_backward_efficiency
-        rates = " and ".join(f"{machine.peak * share / 1e12:.0f}" for share in shares)
-        print(f"attention at {rates} TFLOP/s, forward and backward; no memory lost between blocks (a plan, expandable segments)")
+        kernels = "; ".join(dict.fromkeys(text for answer in found for text in _attention(answer))) or "by the profile"
+        print(f"attention: {kernels}", "no memory lost between blocks (a plan, expandable segments)", sep="\n")
         cells = [row | {"assumed": METHODS[answer.question.method]} for row, answer in zip(cells, found, strict=True)]
     columns = [[name, *(row[name] for row in cells)] for name in cells[0]]
     padded = [[cell.ljust(max(map(len, column))) for cell in column] for column in columns if any(column[1:])]

@@ -98,6 +98,7 @@ def _measure(args: argparse.Namespace, device: torch.device, say: Callable[[str]
             lengths=dict.fromkeys(calls, lengths),
             full={kind: call.length for kind, call in calls.items()},
             device=device,
+            run_length=args.seq_length,
             host_budget=memo.slab.budget.nbytes,
             warn=lambda message: say(f"warning: {message}"),
             progress=say,

@@ -79,7 +79,7 @@ class CompiledRecipe(Recipe):
         for op, count in zip(recipe.ops, keeps.counts, strict=True):
             if count > 0:
                 slots += [op.kept] if isinstance(op, Gemm) else op.kept or ()
-        return cls(recipe.ops, recipe.inputs, recipe.layout, recipe.packs, recipe.notes, tuple(slots))
+        return cls(recipe.ops, recipe.inputs, recipe.layout, recipe.packs, recipe.notes, slots=tuple(slots))
 
     def fits(self, kept: Sequence[torch.Tensor]) -> bool:
         """Return True if tensors have the shapes, strides and dtypes of the recipe."""

@@ -45,6 +45,7 @@ from ds_memo.runtime.conflicts import refuse_config, refuse_model
 from ds_memo.runtime.handle import MemoHandle
 from ds_memo.runtime.report import report as made_report
 from ds_memo.runtime.session import EngineTies, Session
+from ds_memo.show.report_table import budget_in_words
 from ds_memo.units import MIB
 
 NO_SECTION = (
@@ -277,7 +278,7 @@ def _prepared(asked: dict[str, Any], config: MemoConfig, section: dict[str, Any]
     }
     if config.tile_tokens:
         mark_around_leaf_modules([layer for _, layer in layers])
-    undo.enter_context(kernels.use_kernels(model, config))
+    undo.enter_context(kernels.use_kernels(model, config, torch.device(get_accelerator().current_device_name())))
     if config.kernels.adam:
         asked["optimizer"] = kernels.fused_adam(section, model, asked.get("model_parameters"), asked.get("optimizer"))
     return shared
@@ -347,6 +348,8 @@ def _tell_what_moved(session: Session) -> bool:
             f"is active: {report['bytes_to_host'] / MIB:.1f} MiB went to the host in the first {steps} "
             f"(alpha {report['alpha']:.3g}, {report['resident_layers']} of {report['layers']} layers resident)"
         )
+        if report["predicted"] is not None:
+            line += f"; solved for {budget_in_words(report['predicted']['device_budget'])} of the device"
     else:
         line = f"moved no bytes in the first {steps}: {report['binding']}"
     _say(line)

@@ -19,7 +19,8 @@ from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
 
-from ds_memo.estimate.hardware import Hardware
+from ds_memo.attention_kernel import FLASH, Attention, AttentionKernel
+from ds_memo.estimate.hardware import AttentionRates, Hardware
 from ds_memo.estimate.kernels import BACKWARD_FLOPS
 from ds_memo.estimate.layout import GpuLayout
 from ds_memo.estimate.meta_kernels import exchange_bytes_per_s
@@ -118,10 +119,34 @@ class Costs:
 
     # ---- layers
 
+    @cached_property
+    def attention(self) -> tuple[AttentionKernel, ...]:
+        """The kernels that run the layers' attention; none where the times of a profile hold."""
+        return () if self._given is not None else tuple({kernel.name: kernel for kernel in self._kernels.values()}.values())
+
+    @cached_property
+    def _kernels(self) -> dict[Attention, AttentionKernel]:
+        """The kernel of each call of attention at this length."""
+        queries = round(self.seq_length / (self.layout.ring * self.layout.cp))
+        calls = self.model.measured.attention
+        return {call: self.hardware.attention_kernel(call._replace(queries_of_a_head=queries)) for call in calls}
+
+    @property
+    def _machine(self) -> Hardware:
+        """The hardware, asked for the kernel that runs where the calls of samples, which are shorter, have another."""
+        for call, kernel in self._kernels.items():
+            if self.hardware.attention_kernel(call).name != kernel.name:
+                return replace(self.hardware, attention=kernel.name)
+        return self.hardware
+
+    @cached_property
+    def _attention_rates(self) -> AttentionRates:
+        return self.hardware.attention_rates(next((kernel.name for kernel in self._kernels.values()), FLASH))
+
     def profile(self, tiled: bool) -> RunProfile:
         if self._given is not None:
             return self._given
-        machine = replace(self.hardware, d2h=1.0, h2d=1.0, name="", host_memory=1.0, device_memory=1.0)  # its kernels alone
+        machine = replace(self._machine, d2h=1.0, h2d=1.0, name="", host_memory=1.0, device_memory=1.0)  # its kernels alone
         return self.model.measured.profile(machine, self.layout.ulysses, self.layout.ring, round(self.tokens), tiled)
 
     def tilings(self, tokens: int) -> list[Tiles]:
@@ -146,7 +171,7 @@ class Costs:
         hidden_s, ring_s, states = self._tensor_parallel_s, self._cp_s, self.states_s
         alone = self._given is not None and self._given.ranks_per_sequence == 1
         ulysses_s = self._ulysses_s if alone else 0.0
-        ratio = BACKWARD_FLOPS * self.hardware.attention_forward_efficiency / self.hardware.attention_backward_efficiency
+        ratio = BACKWARD_FLOPS * self._attention_rates.forward / self._attention_rates.backward
         own_s = self.ring_s(layer.attention_s, ratio * layer.attention_s) if alone or self._given is None else (0.0, 0.0)
         forward_s = layer.forward_s + 4 * hidden_s + ulysses_s + max(0.0, ring_s - layer.attention_s) + own_s[0]
         backward_s = layer.backward_s + 6 * hidden_s + ulysses_s + max(0.0, 2 * ring_s - ratio * layer.attention_s) + own_s[1]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
+from ds_memo.attention_kernel import AttentionKernel
 from ds_memo.estimate import layout as layouts
 from ds_memo.estimate.costs import Costs
 from ds_memo.estimate.errors import EstimateError
+from ds_memo.estimate.hardware import Hardware
 from ds_memo.estimate.layout import GpuLayout
 from ds_memo.estimate.methods import memo
 from ds_memo.estimate.question import METHODS, OK, OOHM, OOM, Estimate, Question, check
@@ -51,7 +53,7 @@ def _on(question: Question, layout: GpuLayout) -> Estimate:
     """Return the answer for one layout."""
     model = question.model
     costs = Costs(model, question.hardware, layout, question.seq_length, question.profile)
-    notes = list(question.model.notes)
+    notes = [*question.model.notes, *_attention_notes(question.hardware, costs.attention)]
     if layout.dp > question.batch:
         more = f"{layout.dp} replicas work on {layout.dp} sequences a step"
         largest = layouts.largest_sp(question.model, question.gpus)
@@ -71,7 +73,25 @@ def _on(question: Question, layout: GpuLayout) -> Estimate:
         asked = replace(question, host_memory=left)
         answer = (memo if question.method == "memo" else stock)(asked, costs)
     host_bytes = answer.host_bytes + states
-    return replace(answer, question=question, notes=tuple(notes), host_bytes=host_bytes, host_state_bytes=states)
+    return replace(
+        answer,
+        question=question,
+        notes=tuple(notes),
+        host_bytes=host_bytes,
+        host_state_bytes=states,
+        attention=costs.attention,
+    )
+
+
+def _attention_notes(machine: Hardware, kernels: Iterable[AttentionKernel]) -> list[str]:
+    if not machine.attention_kernels:
+        return [f"{machine.name} has one rate for all attention kernels"] if machine.attention else []
+    rates = {rate: name for name, rate in machine.attention_kernels}
+    return [
+        f"the rate of attention's kernel {kernel.name} on {machine.name} is not known: it has that of {rates[rate]}"
+        for kernel in kernels
+        if rates[rate := machine.attention_rates(kernel.name)] != kernel.name
+    ]
 
 
 # ---- open questions

@@ -1,7 +1,7 @@
 """Machines as data, and MFU: hardware_data/*.json, or the user's own file with the same keys.
 
-Each number is {"value", "unit", "source"}. Bandwidths of links are those of one GPU in one
-direction while all GPUs of its node copy.
+Each number is {"value", "unit", "source"}. Bandwidths of links are those of one GPU in one direction while all GPUs of its node
+copy. "attention_kernels" has two numbers for each kernel, {"forward", "backward"}: kernels differ by up to a factor of two.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ import re
 from dataclasses import MISSING, dataclass, fields, replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from ds_memo import attention_kernel
+from ds_memo.attention_kernel import Attention, AttentionKernel
 from ds_memo.errors import MOST_NAME, MemoError, brief, quoted
 from ds_memo.estimate.errors import EstimateError
 from ds_memo.files import MOST_CONFIG_BYTES, read_text
@@ -32,7 +34,8 @@ _FIELDS: dict[str, tuple[dict[str, float], float, float]] = {
     **dict.fromkeys(("device_bandwidth_efficiency", "gemm_efficiency", "attention_forward_efficiency"), _SHARE),
     **dict.fromkeys(("attention_backward_efficiency", "host_bandwidth_efficiency"), _SHARE),
     **dict.fromkeys(("fragmentation", "gpus_per_node", "quiet_link"), _COUNT),
-    **dict.fromkeys(("stall", "multiprocessors"), (_ONE, 0.0, 1e6)),
+    **dict.fromkeys(("stall", "multiprocessors", "compute_capability"), (_ONE, 0.0, 1e6)),
+    **dict.fromkeys(("forward", "backward"), (_FLOPS, 1.0, _MOST)),
 }
 """Units of each number, and the least and most that it may be in the first of them."""
 _WHOLE = ("gpus_per_node", "multiprocessors")
@@ -42,6 +45,15 @@ _SAME_PEAK = {"h800": "h100", "gh200": "h200"}
 _PCIE_PEAK = {"h100": 756e12}
 _SLICE = "mig"
 """In the name of a part of a card (Multi-Instance GPU), which has a part of its peak."""
+ATTENTION = ("cudnn", "flash", "flash_attn_2", "flash_attn_3", "flash_attn_4")
+"""Kernels that can be asked for, as memo.attention names them."""
+
+
+class AttentionRates(NamedTuple):
+    """FLOP/s of an attention kernel. The backward has 2.5 times the forward's FLOPs."""
+
+    forward: float
+    backward: float
 
 
 @dataclass(frozen=True)
@@ -60,7 +72,7 @@ class Hardware:
     gemm_efficiency: float
     attention_forward_efficiency: float
     attention_backward_efficiency: float
-    """Share of the peak in the flash backward, whose FLOPs are 2.5 times the forward's."""
+    """Shares of the peak that scans reach, and attention where `attention_kernels` is empty."""
     d2h: float
     h2d: float
     quiet_link: float
@@ -89,6 +101,12 @@ class Hardware:
     """Bytes per second of all drives of a node, while they are written and read."""
     nvme_daily: float = math.inf
     """Bytes that may be written to the drives of a node in a day: what they are rated for."""
+    compute_capability: float = 0.0
+    """CUDA's, as 9.0; 0: not known, so attention is FlashAttention-2."""
+    attention_kernels: tuple[tuple[str, AttentionRates], ...] = ()
+    """Rates by kernel. Empty: one rate for all of them."""
+    attention: str | None = None
+    """The kernel that is asked for, one of ATTENTION. None: as PyTorch chooses without FlashAttention-3 and 4. No file has it."""
 
     @property
     def usable_device_bytes(self) -> float:
@@ -97,6 +115,36 @@ class Hardware:
     def with_device_memory(self, nbytes: float) -> Hardware:
         """Return the hardware with this much usable memory on each GPU, as memo.device_memory_gib limits a run."""
         return replace(self, device_memory=nbytes, device_reserve=0.0)
+
+    def attending_with(self, kernel: str | None) -> Hardware:
+        """Return the hardware on which attention runs by a kernel of ATTENTION, with its package installed.
+
+        Raises:
+            EstimateError: no call can have it on this card, or its rate is not known.
+        """
+        asked = replace(self, attention=kernel)
+        if kernel is None:
+            return asked
+        found = asked.attention_kernel(Attention("bfloat16", 128, 128))
+        if found.instead_of is not None:
+            raise EstimateError(f"attention {kernel} on {self.name}: {found.reason}")
+        if self.attention_kernels and found.name not in dict(self.attention_kernels):
+            known = ", ".join(name for name, _ in self.attention_kernels)
+            raise EstimateError(f"attention {kernel} on {self.name}: its rate is not known, those of {known} are")
+        return asked
+
+    def attention_kernel(self, call: Attention) -> AttentionKernel:
+        """Return the kernel that runs a call of attention in a run on this machine."""
+        major, minor = divmod(round(10 * (self.compute_capability or 8.0)), 10)
+        installed = frozenset({self.attention} & {attention_kernel.FA3, attention_kernel.FA4})
+        return attention_kernel.attention_kernel(call, (major, minor), installed, self.attention)
+
+    def attention_rates(self, kernel: str) -> AttentionRates:
+        """Return the rates of a kernel; where its own are not known, those of the slowest one with known rates."""
+        if not self.attention_kernels:
+            return AttentionRates(self.peak * self.attention_forward_efficiency, self.peak * self.attention_backward_efficiency)
+        rates = dict(self.attention_kernels)
+        return rates.get(kernel) or min(rates.values())
 
     def bandwidth(self, ranks: int, apart: int = 1) -> float:
         """Return the bus bandwidth of collectives among ranks that are this many GPUs apart.
@@ -217,7 +265,7 @@ def _folder() -> Any:
 
 
 def _parse(data: dict[str, Any], path: str) -> Hardware:
-    wanted = [f.name for f in fields(Hardware)]
+    wanted = [f.name for f in fields(Hardware) if f.name != "attention"]
     for key in data:
         if key not in wanted:
             raise EstimateError(f"hardware {path}: unknown key {brief(key)}; allowed: {', '.join(wanted)}")
@@ -226,20 +274,36 @@ def _parse(data: dict[str, Any], path: str) -> Hardware:
     missing = [name for name in wanted if name not in data and name not in {"name", *optional}]
     if missing:
         raise EstimateError(f"hardware {path}: missing {', '.join(missing)}")
-    numbers = {name: _number(path, name, data[name]) for name in wanted if name in data and name != "name"}
+    others = ("name", "attention_kernels")
+    numbers: dict[str, Any] = {name: _number(path, name, data[name]) for name in wanted if name in data and name not in others}
     if numbers["device_reserve"] >= numbers["device_memory"]:
         raise EstimateError(f"hardware {path}: device_reserve is not below device_memory")
     name = data.get("name", Path(path).stem)
     if not isinstance(name, str) or len(name) > MOST_NAME:
         raise EstimateError(f"hardware {path}: name is {brief(name)}, expected a text of at most {MOST_NAME} characters")
+    numbers["attention_kernels"] = _kernels(path, data.get("attention_kernels", {}))
     return Hardware(name=quoted(name, MOST_NAME), **numbers)
 
 
-def _number(path: str, name: str, entry: Any) -> float:
+def _kernels(path: str, given: Any) -> tuple[tuple[str, AttentionRates], ...]:
+    if not isinstance(given, dict) or not set(given) <= set(attention_kernel.NAMES):
+        names = ", ".join(attention_kernel.NAMES)
+        raise EstimateError(f"hardware {path}: attention_kernels is {brief(given)}, expected an object with keys of {names}")
+    found = []
+    for kernel, rates in given.items():
+        where = f"attention_kernels.{kernel}"
+        if not isinstance(rates, dict) or set(rates) != set(AttentionRates._fields):
+            raise EstimateError(f"hardware {path}: {where} is {brief(rates)}, expected forward and backward")
+        found.append((kernel, AttentionRates(*(_number(path, name, rates[name], where) for name in AttentionRates._fields))))
+    return tuple(found)
+
+
+def _number(path: str, name: str, entry: Any, within: str = "") -> float:
+    units, least, most = _FIELDS[name]
+    name = f"{within}.{name}" if within else name
     if not isinstance(entry, dict) or not {"value", "unit"} <= set(entry) <= {"value", "unit", "source"}:
         shape = '{"value": …, "unit": …, "source": …}'
         raise EstimateError(f"hardware {path}: {name} is {brief(entry)}, expected {shape}")
-    units, least, most = _FIELDS[name]
     value, unit = entry["value"], entry["unit"]
     if not isinstance(unit, str) or unit not in units:
         allowed = ", ".join(repr(u) for u in units)

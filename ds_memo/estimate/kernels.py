@@ -2,7 +2,8 @@
 
 GEMM           FLOPs at gemm_efficiency. Tiles of the output run in waves, one tile on each multiprocessor; on average half of
                the last wave is empty ("wave quantization", NVIDIA's Matrix Multiplication Background)
-attention      FLOPs of the pairs of tokens in the causal half or the window; the backward has 2.5 times as many
+attention      FLOPs of the pairs of tokens in the causal half or the window, at the rate of the kernel that runs; the backward
+               has 2.5 times as many
 scans          FLOPs and bytes of the kernels in ds_memo/estimate/mixer_kernels.py, linear in tokens
 all others     the bytes they read and write, each tensor once
 """
@@ -16,14 +17,19 @@ import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from ds_memo.attention_kernel import CUDNN, EFFICIENT, FA3, FA4, FLASH, PLAIN, WINDOW, Attention
 from ds_memo.estimate import mixer_kernels
 from ds_memo.estimate.hardware import Hardware
 from ds_memo.estimate.meta_kernels import exchange_bytes_per_s, pairs
 from ds_memo.remat.functions import SkipsCompiled
 
 aten = torch.ops.aten
-_FORWARD = {aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_efficient_attention}
-_BACKWARD = {aten._scaled_dot_product_flash_attention_backward, aten._scaled_dot_product_efficient_attention_backward}
+_KERNELS = (CUDNN, FLASH, EFFICIENT)
+_FORWARD = {getattr(aten, f"_scaled_dot_product_{kernel}_attention"): kernel for kernel in _KERNELS}
+_BACKWARD = {getattr(aten, f"_scaled_dot_product_{kernel}_attention_backward"): kernel for kernel in _KERNELS}
+_OPS = _FORWARD | _BACKWARD | {aten._flash_attention_forward: FLASH, aten._flash_attention_backward: FLASH}
+_IMPLEMENTATIONS = {None: FLASH, "FA3": FA3, "FA4": FA4}
+"""Kernels behind PyTorch's flash ops, by the name of the implementation that is active."""
 PRODUCTS = {
     aten.mm: 0,
     aten.bmm: 0,
@@ -69,7 +75,7 @@ def cost_s(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
         tensors = [x for x in tree_leaves((args, kwargs)) if torch.is_tensor(x)]
         query, key = tensors[:2] if packet in _FORWARD else tensors[1:3]  # (b, heads, tokens, d); keys may have fewer heads
         flops = 4.0 * query.numel() * key.shape[2] / (2 if given(func, args, kwargs).get("is_causal") else 1)
-        return _attention_s(flops, packet in _BACKWARD, machine)
+        return attention_s(flops, kernel_of(packet), packet in _BACKWARD, machine)
     bytes_per_s = machine.device_bandwidth * machine.device_bandwidth_efficiency
     if packet in PRODUCTS:
         left = PRODUCTS[packet]
@@ -80,10 +86,18 @@ def cost_s(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     return moved_bytes(func, args, kwargs, result) / bytes_per_s
 
 
-def _attention_s(flops: float, backward: bool, machine: Hardware) -> float:
-    if backward:
-        return BACKWARD_FLOPS * flops / (machine.peak * machine.attention_backward_efficiency)
-    return flops / (machine.peak * machine.attention_forward_efficiency)
+def attention_s(flops: float, kernel: str | None, backward: bool, machine: Hardware) -> float:
+    """Return the seconds of a kernel of attention whose forward has so many FLOPs."""
+    assert kernel is not None  # of an op of attention
+    rates = machine.attention_rates(kernel)
+    return BACKWARD_FLOPS * flops / rates.backward if backward else flops / rates.forward
+
+
+def kernel_of(packet: Any) -> str | None:
+    """Return the kernel of an op of attention, of which PyTorch's flash ops may have several; None: it is another op."""
+    kernel = _OPS.get(packet)
+    current = getattr(torch.nn.attention, "current_flash_attention_impl", None)  # from PyTorch 2.11 on
+    return _IMPLEMENTATIONS[current()] if kernel == FLASH and current else kernel
 
 
 class Clock(SkipsCompiled):
@@ -100,6 +114,8 @@ class Clock(SkipsCompiled):
         self.seconds = 0.0
         self.flops = 0.0
         """FLOPs of GEMMs, attention, scans and convolutions."""
+        self.attention: set[Attention] = set()
+        """Calls of attention."""
         self.ops = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
@@ -118,7 +134,10 @@ class Clock(SkipsCompiled):
             flops = 2.0 * seen * query[..., 0, 0].numel() * (key.shape[-1] + value.shape[-1])
             backward = name.endswith("backward")
             self.flops += flops * (BACKWARD_FLOPS if backward else 1)
-            return _attention_s(flops, backward, machine)
+            dtype = str(query.dtype).removeprefix("torch.")
+            call = Attention(dtype, query.shape[-1], value.shape[-1], WINDOW if window else PLAIN)
+            self.attention.add(call)
+            return attention_s(flops, machine.attention_kernel(call).name, backward, machine)
         if name == "ds_memo::all_to_all":
             return result.nbytes / result.shape[0] / exchange_bytes_per_s(machine, result.shape[0])
         packet = func._overloadpacket

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ds_memo.attention_kernel import Attention
 from ds_memo.estimate.hardware import Hardware, load
 from ds_memo.estimate.kernels import Clock
 from ds_memo.estimate.meta_kernels import ATTENTION, CatchSdpa, fuse_modules, fused_rotary
@@ -27,9 +28,9 @@ from ds_memo.profile.layer_sample import LayerSample
 from ds_memo.profile.run_profile import LayerProfile, RunProfile
 from ds_memo.profile.tile_sample import TileSample
 from ds_memo.profile.tiles import measure_in_tiles
-from ds_memo.remat.checkpoint import LayerRun
 from ds_memo.remat.layer import Layer
 from ds_memo.remat.layer_call import CannotTile
+from ds_memo.remat.remat import LayerRun
 from ds_memo.sequence.catch_mixers import calls_mixers
 
 META = torch.device("meta")
@@ -89,6 +90,12 @@ class Layers:
             length = _LEAST if self._loops(kind) else tokens  # a loop's FLOPs grow with the tokens alone
             of_kinds[kind] = self._forward(kind, length).flops * tokens / length
         return sum(of_kinds[kind] for kind in self._kinds)
+
+    @cached_property
+    def attention(self) -> tuple[Attention, ...]:
+        """The calls of attention in all layers, those without a window first."""
+        found = {call for kind in self._calls for call in self._forward(kind, _LEAST).attention}
+        return tuple(sorted(found, key=lambda call: call.mask))
 
     @cached_property
     def _calls(self) -> dict[int, CaughtCall]:

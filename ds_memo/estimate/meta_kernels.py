@@ -89,7 +89,7 @@ torch.library.register_autograd("ds_memo::attention", _backward, setup_context=_
 torch.library.register_autograd("ds_memo::all_to_all", lambda ctx, gradient: torch.ops.ds_memo.all_to_all(gradient), lib=_library)
 
 
-class Attention:
+class MetaAttention:
     """The attention function of all models on the meta device, which Transformers knows by its NAME."""
 
     def __init__(self) -> None:
@@ -130,7 +130,7 @@ class Attention:
         return (out if self.sp == 1 else _part(out, self.sp, heads)), None
 
 
-ATTENTION = Attention()
+ATTENTION = MetaAttention()
 
 
 def _whole(x: torch.Tensor, ranks: int) -> torch.Tensor:

@@ -14,6 +14,7 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ds_memo.attention_kernel import AttentionKernel
 from ds_memo.estimate.errors import EstimateError
 from ds_memo.estimate.hardware import Hardware, mfu
 from ds_memo.estimate.layout import LEAST_ZERO, GpuLayout
@@ -106,6 +107,8 @@ class Estimate:
     notes: tuple[str, ...] = ()
     nvme_bytes: float = 0.0
     """Bytes on the drives of a node at once. Each sequence writes them."""
+    attention: tuple[AttentionKernel, ...] = ()
+    """The kernels that run the layers' attention. Empty: the times are those of a profile."""
 
     @property
     def sequences(self) -> int:
@@ -190,6 +193,11 @@ class Estimate:
             "sequences": self.sequences,
             "layout": {name: getattr(layout, name) for name in ("tp", "cp", "sp", "ulysses", "dp", "zero")},
             "offload": layout.offload,
+            "attention": [
+                {"kernel": kernel.name, "reason": kernel.reason, "forward_tflops": forward / 1e12, "backward_tflops": back / 1e12}
+                for kernel in self.attention
+                for forward, back in [self.question.hardware.attention_rates(kernel.name)]
+            ],
             "notes": list(self.notes),
         }
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -110,8 +112,25 @@ def _large_and_split() -> list[tuple[int, int]]:
     return [(s["address"], s["address"] + s["total_size"]) for s in large if len(s["blocks"]) > 1]
 
 
-def device_budget(device: torch.device, device_memory_gib: float | None, to_come: int, headroom: float, lost: int = 0) -> int:
-    """Return the bytes that activations may take.
+class DeviceBudget(NamedTuple):
+    """Bytes that activations may take, and the account of those that they may not."""
+
+    nbytes: int
+    """First, so that the least of several budgets is that of the rank with the least bytes."""
+    free: int = 0
+    """Bytes that torch's allocator could give, within the GiB that are configured."""
+    withheld: int = 0
+    """Free bytes that are left alone."""
+    why: str = ""
+    """Why they are; "" where none is."""
+    to_come: int = 0
+    """Bytes of gradients and optimizer states that do not exist yet."""
+
+
+def device_budget(
+    device: torch.device, device_memory_gib: float | None, to_come: int, headroom: float, lost: int = 0
+) -> DeviceBudget:
+    """Return the bytes that activations may take, with their account.
 
     Args:
         device_memory_gib: GiB of the device that this process may use; absent: the free memory. On a CPU, the GiB that
@@ -124,16 +143,18 @@ def device_budget(device: torch.device, device_memory_gib: float | None, to_come
     left = device_free(device)
     if left is None:
         if device_memory_gib is not None:
-            return int(device_memory_gib * GIB)
-        return max(0, int(available_bytes() * (1 - headroom)) // ranks_on_node() - to_come)
-    if device_memory_gib is not None:
-        left = min(left, int(device_memory_gib * GIB) - torch.cuda.memory_allocated(device))
-    alone = 0.0
-    if headroom:
-        alone = max(left * headroom, LOSES_MORE * lost)
-    elif device_memory_gib is None:
-        alone = min(_drivers_bytes(), DRIVER_SHARE * left)
-    return max(0, int(left - alone) - to_come)
+            given = int(device_memory_gib * GIB)
+            return DeviceBudget(given, given)
+        left = available_bytes() // ranks_on_node()
+    elif device_memory_gib is not None:
+        left = max(0, min(left, int(device_memory_gib * GIB) - torch.cuda.memory_allocated(device)))
+    withheld, why = left * headroom, f"headroom of {headroom:.0%}" if headroom else ""
+    if headroom and LOSES_MORE * lost > withheld:
+        withheld, why = LOSES_MORE * lost, f"{LOSES_MORE} x {lost / GIB:.3g} GiB lost between blocks of PyTorch's allocator"
+    elif not headroom and device.type == "cuda" and device_memory_gib is None:
+        withheld, why = min(_drivers_bytes(), DRIVER_SHARE * left), "for the driver"
+    withheld = math.ceil(withheld)
+    return DeviceBudget(max(0, left - withheld - to_come), left, withheld, why, to_come)
 
 
 def _drivers_bytes() -> int:

@@ -13,13 +13,13 @@ from torch.utils._pytree import tree_map
 
 from ds_memo.distributed.topology import ranks_per_sequence
 from ds_memo.errors import MemoError
-from ds_memo.remat.checkpoint import LayerRun
 from ds_memo.remat.gathered_params import gathered
 from ds_memo.remat.layer import Layer
 from ds_memo.remat.layer_call import LayerCall, OwnForward
 from ds_memo.remat.layer_state import unchanged
 from ds_memo.remat.modes import inside_a_layer
 from ds_memo.remat.random_states import KeepsGiven, forked
+from ds_memo.remat.remat import LayerRun
 from ds_memo.remat.tensors import tensor_leaves
 from ds_memo.remat.undo import Undoing
 from ds_memo.shapes import HiddenShape

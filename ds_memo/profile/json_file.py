@@ -17,7 +17,7 @@ from ds_memo.errors import MOST_NAME, MemoError, brief, quoted
 from ds_memo.profile.run_profile import LayerProfile, RunProfile
 from ds_memo.profile.tile_sample import PARTS, SAMPLES
 
-FORMAT = 11
+FORMAT = 12
 MOST_PROFILE_BYTES = 1 << 24
 _MOST_ENTRIES = {"kinds": 1 << 12, "layers": 1 << 16, "samples": 3, "outputs": 1 << 12, "peaks": 1 << 4}
 _MOST_CHARACTERS = {"name": MOST_NAME, "method": MOST_NAME, "not_tiled": 1 << 12}
@@ -85,8 +85,8 @@ def _contradictions(profile: RunProfile) -> Iterator[bool]:
     yield all(kind is None or kind < len(profile.kinds) for kind in profile.layers)
     yield min(profile.ranks_copying, profile.ranks_per_sequence, profile.d2h_bytes_per_s, profile.h2d_bytes_per_s) > 0
     for kind in profile.kinds:
-        yield bool(kind.samples) and len({len(sample.outputs) for sample in kind.samples[:2]}) == 1
-        yield all(sample.tokens for sample in kind.samples)
+        yield bool(kind.samples) and len({len(sample.outputs) for sample in kind.samples[-2:]}) == 1
+        yield all(sample.tokens for sample in kind.samples) and (kind.attention is None or kind.attention.tokens > 0)
         yield not kind.in_tiles or _are_samples_in_tiles(kind)
 
 

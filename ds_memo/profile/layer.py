@@ -7,11 +7,11 @@ the generators, and the module gets its state back. Nothing is copied to the hos
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -21,14 +21,14 @@ from ds_memo.errors import MemoError
 from ds_memo.placement import FULL_RECOMPUTE, GEMMS_RECOMPUTED, NO_RECOMPUTE, ON_DEVICE, Placement
 from ds_memo.profile.caught_call import CaughtCall, hidden_from_training, uncompiled
 from ds_memo.profile.layer_sample import LayerSample
-from ds_memo.profile.live import bytes_made, storages_of
-from ds_memo.profile.stopwatch import Stopwatch, now, repeats, seconds_between
-from ds_memo.remat.checkpoint import Remat
+from ds_memo.profile.live import AllocatedBytes, LiveBytes, bytes_made, storages_of
+from ds_memo.profile.stopwatch import Stopwatch, now, repeats, seconds_between, sustain, synchronize
 from ds_memo.remat.layer import Layer
 from ds_memo.remat.layer_call import LayerRunner, OwnForward
 from ds_memo.remat.layer_host import LayerHost
 from ds_memo.remat.random_states import KeepsGiven, forked
 from ds_memo.remat.recipe import Gemm, Recipe
+from ds_memo.remat.remat import Remat
 from ds_memo.remat.tensors import tensor_leaves
 from ds_memo.remat.undo import Undoing
 from ds_memo.solve.run_costs import Output, OutputRole, PeakBytes
@@ -57,7 +57,7 @@ def measure(call: CaughtCall, length: int, device: torch.device, attention: str 
         try:
             if call.compiled_by is not None:
                 as_called = made(fn)
-                as_called.backward(as_called.forward(ON_DEVICE))
+                as_called.run(ON_DEVICE)
             compiled = call.compiled_by is not None  # a layer that cannot be traced shows when it is
             if not compiled:
                 as_called = bench
@@ -69,9 +69,12 @@ def measure(call: CaughtCall, length: int, device: torch.device, attention: str 
                 raise MemoError(f"layer {call.layer.name} runs other products each time (parts are skipped, experts in a loop)")
             replay_s = max(0.0, as_called.timed(ON_DEVICE)[1] - backward_s) if compiled else bench.replay_s()
             watch = bench.watched()
-            beside = inputs[0].untyped_storage().nbytes() + gathered, gathered
             seen = as_called if device.type == "cuda" else bench  # on a CPU nothing shows what compiled code allocates
-            working, at_0, without_attention = (seen.held(kept) for kept in (ON_DEVICE, GEMMS_RECOMPUTED, FULL_RECOMPUTE))
+            peaks = []
+            for kept in (ON_DEVICE, GEMMS_RECOMPUTED, FULL_RECOMPUTE):
+                seen.forward(kept)  # analysed
+                peaks.append(PeakBytes(*seen.peaks(kept, gathered)))
+            working, at_0, without_attention = peaks
             outputs, gemm_s, all_gemms_s = _outputs(full, none, watch)
             return LayerSample(
                 batch=call.batch,
@@ -86,9 +89,9 @@ def measure(call: CaughtCall, length: int, device: torch.device, attention: str 
                 gemm_flops=full.gemm_flops,
                 attention_flops=watch.attention_flops,
                 no_recompute_bytes=as_called.saved_bytes(),
-                working=working.plus(*beside),
-                working_at_0=at_0.plus(*beside),
-                working_without_attention=replace(without_attention, forward=at_0.forward).plus(*beside),
+                working=working,
+                working_at_0=at_0,
+                working_without_attention=replace(without_attention, forward=at_0.forward),
                 outputs=outputs,
             )
         finally:
@@ -197,9 +200,8 @@ class Bench:
         self._device = device
         self._policy = _Fixed()
         self._engine = _Watched(streams_for(device), HostSlab(0, HostPool(device)), device)
-        self.part_begins: Callable[[], None] = lambda: None
-        """Called as each part of a layer in tiles begins."""
-        host = LayerHost(self._engine, self._policy, warn, attention, part_begins=lambda part: self.part_begins())
+        self._part_begins: Callable[[], None] = lambda: None
+        host = LayerHost(self._engine, self._policy, warn, attention, part_begins=lambda part: self._part_begins())
         self.remat = Remat(host, tiler)
 
     def close(self) -> None:
@@ -214,37 +216,51 @@ class Bench:
         """Run a backward. Its gradients are the outputs' values: with ones a GPU would take less power, and clock higher."""
         torch.autograd.grad(outputs, self.leaves, [out.detach().clone() for out in outputs], allow_unused=True)
 
-    def timed(self, placement: Placement) -> tuple[float, float]:
-        """Return the seconds of a forward and of a backward, medians after one warm-up run."""
-        forwards, backwards = [], []
-        for _ in range(repeats(self._device) + 1):
-            start = self._clock()
+    def run(self, placement: Placement, read: Callable[[], Any] = lambda: None) -> list[Any]:
+        """Run the layer forward and backward.
+
+        Returns:
+            What `read` returns at the begin of each part, and at the end. A layer that runs whole has two parts.
+        """
+        readings: list[Any] = []
+        if placement.tiles is not None:
+            self._part_begins = lambda: readings.append(read())
+            self.backward([_GivesOwnGradient.apply(output) for output in self.forward(placement)])
+        else:
+            readings.append(read())
             outputs = self.forward(placement)
-            between = self._clock()
+            readings.append(read())
             self.backward(outputs)
-            end = self._clock()
-            forwards.append(between - start)
-            backwards.append(end - between)
-        return statistics.median(forwards[1:]), statistics.median(backwards[1:])
+        return [*readings, read()]
+
+    def timed(self, placement: Placement) -> tuple[float, ...]:
+        """Return the seconds of each part: medians."""
+        sustain(self._device, partial(self.run, placement))
+        times = [self.run(placement, partial(now, self._device)) for _ in range(repeats(self._device))]
+        synchronize(self._device)
+        seconds = ([seconds_between(*pair) for pair in pairwise(points)] for points in times)
+        return tuple(map(statistics.median, zip(*seconds, strict=True)))
 
     def replay_s(self) -> float:
-        """Return the seconds of a resident layer's replay, the median after one warm-up run.
+        """Return the seconds of a resident layer's replay: the median.
 
         The difference of two backwards would not do: on a CPU, where the allocator's pages come and go, it is noisier than a
         replay is long.
         """
-        for _ in range(repeats(self._device) + 1):
-            self.backward(self.forward(ON_DEVICE))
-        self._clock()
-        spans, self._engine.replays = self._engine.replays, []
-        return statistics.median(seconds_between(*span) for span in spans[1:])
+        sustain(self._device, partial(self.run, ON_DEVICE))
+        self._engine.replays = []
+        for _ in range(repeats(self._device)):
+            self.run(ON_DEVICE)
+        synchronize(self._device)
+        return statistics.median(seconds_between(*span) for span in self._engine.replays)
 
     def recipe(self, placement: Placement) -> Recipe:
         self.forward(placement)
         return self._layer.latest
 
     def watched(self) -> Stopwatch:
-        """Run once and time each GEMM, attention and choice."""
+        """Time each GEMM, attention and choice of one run."""
+        sustain(self._device, partial(self.run, NO_RECOMPUTE))
         with Stopwatch(self._device) as watch:
             start = watch.now()
             outputs = self.forward(NO_RECOMPUTE)
@@ -253,21 +269,22 @@ class Bench:
         watch.read()
         return watch
 
-    def held(self, placement: Placement) -> PeakBytes:
-        """Return the peak bytes that a forward makes, and those that a replay and backward make, without kept outputs.
+    def peaks(self, placement: Placement, gathered: int) -> list[int]:
+        """Return the peak bytes of each part: in the forward with the layer's input, in the backward without its frame.
 
-        The layer's output, which in a step belongs to the frame above, counts in both; its input, made before, in neither.
+        The output, which in a step belongs to the frame above, counts in both.
+
+        Args:
+            gathered: bytes that are on the device whenever the layer runs.
         """
-        frame = self.recipe(placement).layout.buffer_bytes
         with bytes_made(self._device) as count:
-            outputs = self.forward(placement)
-            forward = count.peak
-            count.reset_peak()
-            self.backward(outputs)
-        return PeakBytes(forward, max(0, count.peak - frame))
+            _, *found = self.run(placement, partial(_peak, count))
+        forward, into = len(found) // 2, self.leaves[0].untyped_storage().nbytes()
+        beside = [into if number < forward else -self._frame_bytes for number in range(len(found))]
+        return [max(0, peak + more) + gathered for peak, more in zip(found, beside, strict=True)]
 
     @property
-    def frame_bytes(self) -> int:
+    def _frame_bytes(self) -> int:
         """Device bytes of what the latest forward keeps."""
         return self._layer.latest.layout.buffer_bytes
 
@@ -295,10 +312,25 @@ class Bench:
             self.forward(NO_RECOMPUTE)
         return sum(storage.nbytes() for storage in saved.values())
 
-    def _clock(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return time.perf_counter() if self._device.type != "meta" else now(self._device)
+
+def _peak(count: LiveBytes | AllocatedBytes) -> int:
+    """Return the most bytes since the last reading."""
+    found = count.peak
+    count.reset_peak()
+    return found
+
+
+class _GivesOwnGradient(torch.autograd.Function):
+    """Hands a layer in tiles a gradient that no one else holds, as the layer above does in training. The output stays alive."""
+
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor) -> torch.Tensor:
+        ctx.output = output
+        return output.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return ctx.output.detach().clone(memory_format=torch.contiguous_format)
 
 
 def _outputs(full: Recipe, none: Recipe, watch: Stopwatch) -> tuple[tuple[Output, ...], float, float]:

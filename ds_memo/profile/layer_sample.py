@@ -1,6 +1,7 @@
 """One kind of layer, measured at a few lengths and extrapolated to others. No torch. For t tokens in sequences of s:
 
-bytes kept, times    a + b·t; attention's time is b·t + c·t·s. Two samples give the lines; a third, longer one checks them.
+bytes kept, times    a + b·t; attention's time is b·t + c·t·s. The longest two samples give the lines; a shorter one checks them.
+                     Where attention was measured alone, at more tokens, its line goes through that sample.
                      One sample alone gives lines through the origin
 peak bytes           the larger of two such lines: gradients of weights dominate at few tokens, activations at many. The
                      longest two samples give it
@@ -34,31 +35,49 @@ class LayerSample(LayerCosts):
         return self.batch * self.length
 
 
+@dataclass(frozen=True)
+class AttentionSample:
+    """Attention alone. Fields as LayerSample's."""
+
+    batch: int
+    length: int
+    attention_s: float
+    attention_backward_s: float
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.length
+
+
 PEAKS = ("working", "working_at_0", "working_without_attention")
 """Fields of LayerCosts with peak device bytes."""
 
 
-def extrapolate(samples: Sequence[LayerSample], batch: int, length: int, spread: float) -> LayerCosts:
+def extrapolate(
+    samples: Sequence[LayerSample], batch: int, length: int, spread: float, alone: AttentionSample | None = None
+) -> LayerCosts:
     """Return the costs of a call with `batch` sequences of `length` tokens.
 
     Args:
-        samples: lines go through the first two; the last two give the peak bytes.
+        samples: lines go through the last two.
         spread: ranks that share a sequence, relative to the profile. Under Ulysses a rank has all tokens of some heads in
             attention and some tokens of all heads elsewhere, so attention's c·t·s counts the whole sequence.
+        alone: attention at more tokens than the last sample's; None: it was not measured alone.
     """
-    tokens = batch * length
+    tokens, samples = batch * length, samples[-2:]
+    of_attention_s: Sequence[LayerSample | AttentionSample] = samples if alone is None else (samples[-1], alone)
 
-    def line(of: Callable[[LayerSample], float], through: Sequence[LayerSample] = samples[:2]) -> float:
-        return _line([(sample.tokens, of(sample)) for sample in through], tokens)
+    def line(of: Callable[[LayerSample], float]) -> float:
+        return _line([(sample.tokens, of(sample)) for sample in samples], tokens)
 
-    def attention(of: Callable[[LayerSample], float]) -> float:
-        return _attention([(sample.tokens, sample.length, of(sample)) for sample in samples[:2]], tokens, spread * length)
+    def attention(of: Callable[[LayerSample | AttentionSample], float]) -> float:
+        return _attention([(sample.tokens, sample.length, of(sample)) for sample in of_attention_s], tokens, spread * length)
 
     def peaks(name: str) -> PeakBytes:
         passes = (lambda sample: getattr(sample, name).forward), (lambda sample: getattr(sample, name).backward)
-        return PeakBytes(*(math.ceil(line(of, samples[-2:])) for of in passes))
+        return PeakBytes(*(math.ceil(line(of)) for of in passes))
 
-    latest = samples[:2][-1].outputs
+    latest = samples[-1].outputs
     attention_s, attention_backward_s = attention(lambda it: it.attention_s), attention(lambda it: it.attention_backward_s)
     forward_s = line(lambda it: it.forward_s - it.attention_s) + attention_s
     of_attention = [output.born for output in latest if output.role == "attention"]

@@ -1,6 +1,6 @@
 """Profile a run: every kind of layer at a few lengths, and the copies of all ranks at once.
 
-fit       the default: two short lengths give lines, a third, twice as long, checks them; nothing runs at full length
+fit       the default: two short lengths give lines, a third, half as long, checks them; attention runs alone near full length
 direct    one layer at full length
 
 The tuner and `ds-memo profile` both call this module.
@@ -24,6 +24,8 @@ from ds_memo.distributed.agree import Do, Failed, from_all_ranks, on_all_ranks, 
 from ds_memo.errors import MemoError
 from ds_memo.memory.device import device_budget, device_usage
 from ds_memo.memory.host import host_usage, ranks_on_node
+from ds_memo.profile import stopwatch
+from ds_memo.profile.attention_alone import measure_attention
 from ds_memo.profile.bandwidth import SPAN, CopyBench
 from ds_memo.profile.caught_call import CaughtCall
 from ds_memo.profile.layer import measure
@@ -48,8 +50,6 @@ WIDTHS = 4
 layer's peak (7B, measured at 4 to 16 Ki tokens); the longest two samples must be beyond that."""
 SHORTEST = 1 << 11
 """Tokens of the shortest check; a shorter fit would measure only overhead, so `direct` is used."""
-WAKING_S = 2.0
-"""Seconds of work before the first measurement on a GPU."""
 
 
 def lengths_of(method: str, length: int, width: int, can_shorten: bool) -> tuple[int, ...]:
@@ -102,6 +102,8 @@ class Asked:
     """Field of the "memo" section."""
     ranks_per_sequence: int = 1
     """Ranks that share a sequence in this run."""
+    run_length: int = 0
+    """Tokens of the run's sequences on this rank, if they are more than the calls'."""
     in_tiles: bool = True
     """Measure layers in tiles, too, where two lengths are measured."""
     progress: Callable[[str], None] = lambda line: None
@@ -145,7 +147,7 @@ class Asked:
             "method": self.method,
             "attention": self.attention,
             "in_tiles": self.in_tiles,
-            "conditions": {"waking_s": WAKING_S, "host_span": SPAN} if device.type == "cuda" else {},
+            "conditions": {"sustained_s": stopwatch.SUSTAINED_S, "host_span": SPAN} if device.type == "cuda" else {},
         }
 
 
@@ -156,7 +158,6 @@ def take_profile(asked: Asked) -> RunProfile:
         Failed: a measurement failed on some rank. All ranks raise it.
     """
     begin = time.perf_counter()
-    _wake(asked.device)
     kinds = measure_kinds(asked)
     with ExitStack() as stack:  # on_all_ranks lets all ranks start at once
         bench = on_all_ranks(lambda: stack.enter_context(closing(CopyBench(asked.device, asked.host_budget))))
@@ -188,26 +189,13 @@ def measure_kinds(asked: Asked) -> tuple[LayerProfile, ...]:
         return tuple(_measure_kind(asked, kind) for kind in asked.calls)
 
 
-def _wake(device: torch.device) -> None:
-    """Keep the GPU busy for WAKING_S: until it has left its idle clock, a sixth of the full one, and then its boost clock, which
-    it cannot keep up in training. Random data takes the power that training takes, ones do not."""
-    if device.type != "cuda":
-        return
-    x = torch.randn(4096, 4096, dtype=torch.bfloat16, device=device, generator=torch.Generator(device))
-    until = time.perf_counter() + WAKING_S
-    while time.perf_counter() < until:
-        for _ in range(50):
-            torch.mm(x, x)
-        torch.cuda.synchronize(device)
-
-
 def _measure_kind(asked: Asked, kind: int) -> LayerProfile:
     call, name = asked.calls[kind], asked.calls[kind].layer.name
     module = call.layer.module()
     lengths, full = asked.lengths[kind], asked.full[kind]
     number = list(asked.calls).index(kind) + 1
     nbytes = gathered_bytes(module)
-    asked.do(lambda: _refuse_gathering(name, nbytes, device_budget(asked.device, None, 0, HEADROOM)))
+    asked.do(lambda: _refuse_gathering(name, nbytes, device_budget(asked.device, None, 0, HEADROOM).nbytes))
 
     def measured(lengths: Sequence[int]) -> list[LayerSample]:
         samples: list[LayerSample] = []
@@ -231,7 +219,13 @@ def _measure_kind(asked: Asked, kind: int) -> LayerProfile:
         if asked.in_tiles and len(samples) > 1:
             asked.progress(f"{name}: now in tiles, of several lengths and groups of heads")
         in_tiles, not_tiled = _measured_in_tiles(asked, call, samples, nbytes)
-    return replace(asked.do(lambda: _profile(name, samples, full, asked.warn)), in_tiles=in_tiles, not_tiled=not_tiled)
+        longest = max(full, asked.run_length)
+        alone = asked.do(lambda: measure_attention(call, samples[-1], longest, asked.device, asked.attention))
+    if alone is not None:
+        both = f"{alone.attention_s * 1e3:.3g} ms and {alone.attention_backward_s * 1e3:.3g} ms"
+        asked.progress(f"{name}: attention alone, {alone.batch} × {alone.length:,} tokens, {both}")
+    profile = asked.do(lambda: _profile(name, samples, asked.warn))
+    return replace(profile, attention=alone, in_tiles=in_tiles, not_tiled=not_tiled)
 
 
 def _measured_in_tiles(
@@ -261,27 +255,20 @@ def _measured_in_tiles(
         return (), str(failed)
 
 
-def _profile(name: str, samples: list[LayerSample], full: int, warn: Callable[[str], None]) -> LayerProfile:
-    """Return a profile of samples that are on its lines: of all, or of the longest.
-
-    Args:
-        full: the run's length. If it is less than twice the longest sample's, other times are no news: that sample has nearly
-            the run's own, and the shorter ones may be of the host, which launches kernels.
-    """
+def _profile(name: str, samples: list[LayerSample], warn: Callable[[str], None]) -> LayerProfile:
+    """Return a profile of samples that are on its lines: of all, or of the longest."""
     profile = LayerProfile(name, tuple(samples))
-    if profile.is_trusted():
+    if len(samples) == 1:
         return profile
-    if len(samples[1].outputs) != len(samples[2].outputs):  # some experts got no token at the shorter length
-        warn(
-            f"profile: {name} keeps other tensors at {samples[2].length} tokens than at {samples[1].length}; the longest is used"
-        )
-        return LayerProfile(name, (samples[2],))
-    off = profile.off()
-    how = f"is {off:.0%} off the lines" if off < math.inf else "keeps other sizes than the lines say"
-    lengths = f"{samples[0].length} and {samples[1].length}"
-    if off == math.inf or full >= 2 * samples[2].length:
-        warn(f"profile: {name} at {samples[2].length} tokens {how} through {lengths}; the longer two are used instead")
-    return LayerProfile(name, tuple(samples[1:]))
+    short, middle, long = samples
+    if len(middle.outputs) != len(long.outputs):  # some experts got no token at the shorter length
+        warn(f"profile: {name} keeps other tensors at {long.length} tokens than at {middle.length}; the longest is used")
+        return LayerProfile(name, (long,))
+    if profile.off() < math.inf:
+        return profile
+    lengths = f"{middle.length} and {long.length}"
+    warn(f"profile: {name} keeps other sizes at {short.length} tokens than the lines through {lengths} say, which are used")
+    return LayerProfile(name, (middle, long))
 
 
 def _refuse_gathering(name: str, needed: int, free: int) -> None:

@@ -8,12 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ds_memo.placement import Tiles
-from ds_memo.profile.layer_sample import LayerSample, extrapolate
+from ds_memo.profile.layer_sample import AttentionSample, LayerSample, extrapolate
 from ds_memo.profile.tile_sample import TileSample, in_tiles
 from ds_memo.solve.run_costs import LayerCosts, RunCosts
-
-_OFF = 0.25
-"""The largest relative error of the check at which the lines are trusted."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +20,9 @@ class LayerProfile:
     name: str
     """Name of the first such layer."""
     samples: tuple[LayerSample, ...]
-    """One; two, through which lines go; or these and a longer one that checks the lines."""
+    """One; two, through which lines go; or these and before them a shorter one that checks the lines."""
+    attention: AttentionSample | None = None
+    """Attention alone, at more tokens; None: not measured."""
     in_tiles: tuple[TileSample, ...] = ()
     """Empty: it cannot run in tiles, or was not measured so."""
     not_tiled: str = ""
@@ -31,7 +30,7 @@ class LayerProfile:
 
     @property
     def check(self) -> LayerSample | None:
-        return self.samples[2] if len(self.samples) > 2 else None
+        return self.samples[0] if len(self.samples) > 2 else None
 
     def at(self, batch: int, length: int) -> LayerCosts:
         """Return the costs that were measured at this length, else extrapolated ones."""
@@ -44,7 +43,7 @@ class LayerProfile:
         Args:
             tiles: None: it runs whole.
         """
-        whole = extrapolate(self.samples, batch, length, spread)
+        whole = extrapolate(self.samples, batch, length, spread, self.attention)
         if tiles is None or not self.in_tiles or length <= tiles.tokens:
             return whole
         return in_tiles(whole, self.in_tiles, batch, length, tiles)
@@ -64,9 +63,6 @@ class LayerProfile:
                 return math.inf
         seconds = check.forward_s + check.backward_s
         return abs(here.forward_s + here.backward_s - seconds) / seconds if seconds else 0.0
-
-    def is_trusted(self) -> bool:
-        return self.off() <= _OFF
 
 
 @dataclass(frozen=True)

@@ -95,6 +95,20 @@ class Analyse(NotingMode):
     def packs(self) -> int:
         return self.observed.packs
 
+    def attention_reached(self, reads: Iterable[torch.Tensor], supplied: Iterable[torch.Tensor]) -> None:
+        """Cut a tile here: what was observed is its pre, attention reads these tensors, and the post is given those."""
+        observed = self.observed
+        observed.pre_ops = len(observed.ops)
+        observed.pre_needs = observed.closed(observed.wanted, lambda gemm: gemm.splits and gemm.chosen_from)
+        observed.pre_writes, observed.post_writes = observed.post_writes, False
+        observed.wanted |= self._made_of_all(list(reads))
+        for tensor in supplied:
+            self._made(tensor, 0)
+
+    def returned(self, output: torch.Tensor) -> None:
+        """Note what the run of a tile returned. Call it inside the mode."""
+        self.observed.post_needs = self.observed.closed(self.observed.post_needs | self._made_of(output), lambda gemm: False)
+
     def _note(self, tensor: torch.Tensor) -> None:
         self.observed.packs += 1
         self.observed.wanted |= self._made_of(tensor)
@@ -112,6 +126,8 @@ class Analyse(NotingMode):
         if frame is not None and (stream := self.call.engine.streams.current()) != frame.stream:
             frame.side_streams.add(stream)
         sources = self._made_of_all(args, kwargs)
+        if self.observed.pre_ops:
+            self.observed.post_needs |= sources
         if self._blank and kind is not OpKind.MUTATES and not func.is_view:
             self.observed.notes.hidden_kernels |= any(
                 storage_of(tensor) in self._blank for tensor in tensor_leaves((args, kwargs))
@@ -200,6 +216,7 @@ class Analyse(NotingMode):
         if fresh is not None and not kwargs and op_policy.adds_bias_to(func, args, fresh.out):
             fresh.biased = True
         else:
+            self.observed.post_writes = True
             for tensor in written:
                 if self.call.before is not None:
                     self.call.before.about_to_write(tensor)
@@ -212,6 +229,7 @@ class Analyse(NotingMode):
         return sources
 
     def _choose_from(self, sources: int) -> None:
+        self.observed.post_needs |= sources  # values that steer Python: also in the dead pre on the way to the post
         for bit, gemm in enumerate(self._gemms):
             gemm.chosen_from |= bool(sources >> 2 * bit + 1 & 1)
 

@@ -3,57 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ds_memo.layer_observer import LayerObserver
 from ds_memo.remat import op_policy
+from ds_memo.remat.layer import Layer
+from ds_memo.remat.layer_host import LayerHost
 from ds_memo.remat.layer_state import Before
 from ds_memo.remat.op_policy import OpKind
 from ds_memo.remat.random_states import generator_of
 from ds_memo.remat.recipe import Observed, ObservedSavedOp, Recipe, SavedOp
 from ds_memo.remat.replay_check import ReplayCheck
 from ds_memo.remat.tensors import cloned, detached, storage_of
-from ds_memo.swap.engine import SwapEngine
 from ds_memo.swap.frame import Frame, Kept
 from ds_memo.swap.stream_protocol import D2H
 
 
-@dataclass
-class Work:
-    """Work of all forwards so far, and the part that ran again in backwards."""
-
-    gemm_flops: int = 0
-    """FLOPs of all recorded forwards."""
-    gemm_flops_recomputed: int = 0
-    """FLOPs of GEMMs that ran again in a backward: in replays, and under checkpoints inside layers."""
-    attention_ops_recomputed: int = 0
-    """Attention calls that ran twice: no kernel's output could be kept, the call had left its recipe, or the layer has a
-    checkpoint of its own."""
-    analysed: int = 0
-    """Layer calls and tiles that were analysed so that later ones follow a recipe."""
-
-
 class Call:
-    """One layer call: its frame, its recipe, and the state of this call alone.
+    """One layer call, or a part of one in tiles: its frame, its recipe, and the state of this call alone.
 
     Args:
-        layer: the layer's number.
-        observers: receive the begin of the replay.
+        frame: None while a tile's recipe is made.
         recipe: None while the call is analysed.
+        layer: None: a part of a call.
     """
 
-    def __init__(
-        self, layer: int, observers: Sequence[LayerObserver], engine: SwapEngine, frame: Frame, recipe: Recipe | None, work: Work
-    ) -> None:
-        self.layer = layer
-        self.observers = observers
-        self.engine = engine
-        self.frame = frame
-        self.recipe = recipe
-        self.work = work
+    def __init__(self, host: LayerHost, frame: Any, recipe: Any = None, layer: Layer | None = None) -> None:
+        self.engine = host.engine
+        self.work = host.work
+        self.frame: Frame = frame
+        self.recipe: Recipe = recipe
+        self._host = host
+        self._layer = layer
         self.loose: dict[int, tuple[Any, ...]] = {}
         """By index of a saved op: the outputs that the frame does not keep (ints, None, tiny tensors)."""
         self.rng_after: dict[int, torch.Tensor] = {}
@@ -125,10 +107,11 @@ class Call:
                     self.altered.add(index)
 
     def begin_replay(self) -> None:
-        """Notify the observers, and make the frame ready."""
-        for observer in self.observers:
-            observer.layer_replays(self.layer)
-        self.engine.bring_back(self.frame)
+        """Make the frame ready, and notify the observers of a whole call's replay."""
+        if self._layer is None:
+            self.engine.bring_back(self.frame)
+        else:
+            self._host.replay_begins(self._layer, self.frame)
 
     def input_tensor(self, position: int) -> torch.Tensor:
         if self.frame.state != "ready":

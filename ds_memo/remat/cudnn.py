@@ -1,7 +1,10 @@
-"""cuDNN's attention where its gradients may be wrong: many elements go in groups of heads, some masks to another kernel.
+"""Calls of F.scaled_dot_product_attention that get another kernel than PyTorch would take, or are cut.
 
-Kernels that PyTorch picks for F.scaled_dot_product_attention are known only there. So a function mode stands around a layer whose
-sizes ask for it. The groups are one op, which keeps output and log-sum-exp as any attention kernel does.
+FlashAttention-3 or 4, if active, comes before cuDNN. cuDNN's gradients may be wrong: many elements go in groups of heads, some
+masks to another kernel.
+
+Kernels that PyTorch picks for F.scaled_dot_product_attention are known only there. So a function mode stands around a layer
+whose sizes ask for it. The groups are one op, which keeps output and log-sum-exp as any attention kernel does.
 """
 
 from __future__ import annotations
@@ -18,13 +21,11 @@ from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, _sdpa_kern
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ds_memo.attention_kernel import CUDNN, CUDNN_ELEMENTS
+from ds_memo.remat import attention_kernels
 from ds_memo.remat.autocast import cast, without_autocast
 from ds_memo.remat.undo import Undoing, stacks_restored
 
-CUDNN_ELEMENTS = 1 << 29
-"""Most elements of queries in one call. Past 2**31 cuDNN's gradient of the queries is wrong (9.19 on an H200:
-benchmarks/gpu/first_large.py). It sums that gradient in float32, 4 bytes an element, so offsets in bytes may wrap from here on.
-That is a precaution: no size between was measured."""
 NOT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 _HIDDEN = 8
 """Queries have at most so many elements for each of a layer's arguments."""
@@ -51,22 +52,24 @@ def by(kernels: Sequence[SDPBackend]) -> Iterator[None]:
         yield
 
 
-def run(fn: Callable[..., Any], warn: Callable[[str], None], elements: int, *args: Any) -> Any:
+def run(fn: Callable[..., Any], warn: Callable[[str], None], elements: int, flash_first: bool, *args: Any) -> Any:
     """Call ``fn(*args)``, in which no call of cuDNN's attention may give wrong gradients.
 
     Args:
         warn: tells the user that another kernel runs.
         elements: of attention's largest tensor for all heads, if it runs for some of them.
+        flash_first: True if FlashAttention-3 or 4 is active, and takes what it can.
     """
-    with stacks_restored(), _Guard(warn, elements):
+    with stacks_restored(), _Guard(warn, elements, flash_first):
         return fn(*args)
 
 
 class _Guard(TorchFunctionMode):
-    def __init__(self, warn: Callable[[str], None], elements: int) -> None:
+    def __init__(self, warn: Callable[[str], None], elements: int, flash_first: bool) -> None:
         super().__init__()
         self._warn = warn
         self._elements = elements
+        self._flash_first = flash_first
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func is F.scaled_dot_product_attention:
@@ -89,6 +92,10 @@ class _Guard(TorchFunctionMode):
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
 
+        how = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+        if self._flash_first and attn_mask is None and query.dim() == 4 and _flash_serves(*cast(query, key, value), **how):
+            with by([SDPBackend.FLASH_ATTENTION]):
+                return stock()
         elements = max(query.numel(), self._elements)
         masked = attn_mask is not None and any(map(_loses_masks, (query.shape[-2], key.shape[-2])))
         if query.dim() != 4 or not (masked or elements > CUDNN_ELEMENTS):
@@ -96,7 +103,7 @@ class _Guard(TorchFunctionMode):
         q, k, v = cast(query, key, value)
         mask = attn_mask if attn_mask is None or attn_mask.dtype == torch.bool else attn_mask.to(q.dtype)
         with _disable_current_modes():  # where PyTorch asks, they do not see it
-            chosen = torch._fused_sdp_choice(q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+            chosen = torch._fused_sdp_choice(q, k, v, mask, **how)
         if chosen != SDPBackend.CUDNN_ATTENTION.value:
             return stock()
         if masked:
@@ -120,6 +127,18 @@ class _Guard(TorchFunctionMode):
             return stock()
 
 
+def _flash_serves(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout_p: float, **how: Any) -> bool:
+    """Return True if FlashAttention-3 or 4 can run a call, by its own rules and PyTorch's."""
+    kernel = attention_kernels.choice(attention_kernels.described(q, v, dropout=bool(dropout_p)), q.device)
+    if kernel.name not in attention_kernels.running():
+        return False
+    with by([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]), _disable_current_modes():
+        serves = torch._fused_sdp_choice(q, k, v, None, dropout_p, **how) == SDPBackend.FLASH_ATTENTION.value
+    if serves:
+        attention_kernels.note(kernel)
+    return serves
+
+
 class _InTurn(torch.autograd.Function):
     """cuDNN's attention (b, heads, s, d), one group of heads after another."""
 
@@ -135,38 +154,73 @@ class _InTurn(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         q, k, v, bias, out, lse = ctx.saved_tensors
-        causal, scale = ctx.how
-        calls = list(_calls(q, k))
-        shared = len(calls) > k.shape[1]
-        of_queries = torch.empty_like(q)
-        of_keys, of_values = (torch.zeros_like(x, dtype=torch.float32 if shared else None) for x in (k, v))
-        unused = torch.empty((), dtype=torch.int64, device=q.device)  # seed and offset of dropout
         with without_autocast():
-            for heads, kv_heads in calls:
-                qkv = q[:, heads], k[:, kv_heads], v[:, kv_heads]
-                rest = out[:, heads], lse[:, heads].contiguous(), unused, unused, None if bias is None else bias[:, heads]
-                lengths = None, None, q.shape[2], k.shape[2]
-                kernel = aten._scaled_dot_product_cudnn_attention_backward
-                found = kernel(gradient[:, heads], *qkv, *rest, *lengths, 0.0, causal, scale=scale)
-                of_queries[:, heads] = found[0]
-                of_keys[:, kv_heads] += found[1]
-                of_values[:, kv_heads] += found[2]
-        return of_queries, of_keys.to(k.dtype), of_values.to(v.dtype), None, None, None
+            found = backward(gradient, q, k, v, bias, out, lse, *ctx.how)
+        return *found, None, None, None
 
 
-def _forward(
+def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return output and log-sum-exp (b, heads, s, 1), group by group."""
+
+    def run(heads: slice, kv_heads: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        bias_of_heads = None if bias is None else bias[:, heads]
+        out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
+            q[:, heads], k[:, kv_heads], v[:, kv_heads], bias_of_heads, True, 0.0, causal, False, scale=scale
+        )
+        return out, attention_kernels.checked(CUDNN, lse, (q.shape[0], heads.stop - heads.start, q.shape[2], 1))
+
+    calls = list(_calls(q, k))
+    if len(calls) == 1:
+        return run(*calls[0])
     order = sorted(range(4), key=q.stride, reverse=True)  # the kernel's output lies as its queries
     shape = *q.shape[:3], v.shape[3]
     out = q.new_empty([shape[dim] for dim in order]).permute([order.index(dim) for dim in range(4)])
     lse = q.new_empty(*q.shape[:3], 1, dtype=torch.float32)
-    for heads, kv_heads in _calls(q, k):
-        bias_of_heads = None if bias is None else bias[:, heads]
-        out[:, heads], lse[:, heads] = aten._scaled_dot_product_cudnn_attention(
-            q[:, heads], k[:, kv_heads], v[:, kv_heads], bias_of_heads, True, 0.0, causal, False, scale=scale
-        )[:2]
+    for call in calls:
+        out[:, call[0]], lse[:, call[0]] = run(*call)
     return out, lse
+
+
+def backward(
+    gradient: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    causal: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the gradients of q, k and v.
+
+    Args:
+        out, lse: of the forward; of a ring, over all keys.
+    """
+    unused = torch.empty((), dtype=torch.int64, device=q.device)  # seed and offset of dropout
+
+    def run(heads: slice, kv_heads: slice) -> Sequence[torch.Tensor]:
+        qkv = q[:, heads], k[:, kv_heads], v[:, kv_heads]
+        rest = out[:, heads], lse[:, heads].contiguous(), unused, unused, None if bias is None else bias[:, heads]
+        lengths = None, None, q.shape[2], k.shape[2]
+        kernel = aten._scaled_dot_product_cudnn_attention_backward
+        return kernel(gradient[:, heads], *qkv, *rest, *lengths, 0.0, causal, scale=scale)
+
+    calls = list(_calls(q, k))
+    if len(calls) == 1:
+        of_queries, of_keys, of_values = run(*calls[0])
+        return of_queries, of_keys, of_values
+    shared = len(calls) > k.shape[1]
+    of_queries = torch.empty_like(q)
+    of_keys, of_values = (torch.zeros_like(x, dtype=torch.float32 if shared else None) for x in (k, v))
+    for heads, kv_heads in calls:
+        found = run(heads, kv_heads)
+        of_queries[:, heads] = found[0]
+        of_keys[:, kv_heads] += found[1]
+        of_values[:, kv_heads] += found[2]
+    return of_queries, of_keys.to(k.dtype), of_values.to(v.dtype)
 
 
 def _calls(q: torch.Tensor, k: torch.Tensor) -> Iterator[tuple[slice, slice]]:
@@ -185,4 +239,4 @@ def _calls(q: torch.Tensor, k: torch.Tensor) -> Iterator[tuple[slice, slice]]:
 
 _library = torch.library.Library("ds_memo", "FRAGMENT")
 _library.define("cudnn_attention(Tensor q, Tensor k, Tensor v, Tensor? bias, bool causal, float scale) -> (Tensor, Tensor)")
-_library.impl("cudnn_attention", _forward, "CompositeExplicitAutograd")
+_library.impl("cudnn_attention", forward, "CompositeExplicitAutograd")

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from ds_memo.attention_kernel import CUDNN_ELEMENTS
 from ds_memo.remat import op_policy
-from ds_memo.remat.cudnn import CUDNN_ELEMENTS
 from ds_memo.remat.recipe import Gemm, Recipe
 
 MEM_EFFICIENT_TOKENS = 1 << 16

@@ -5,20 +5,21 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
 from torch.autograd.graph import register_multi_grad_hook
 from torch.nn.attention import SDPBackend
 
+from ds_memo.attention_kernel import FA3, FA4
 from ds_memo.errors import MemoError
 from ds_memo.layer_observer import LayerObserver
 from ds_memo.placement import Placement, PlacementKind
-from ds_memo.remat import cudnn
-from ds_memo.remat.call import Work
+from ds_memo.remat import attention_kernels, cudnn
 from ds_memo.remat.diagnostics import diagnose, has_compiled
 from ds_memo.remat.layer import Layer
-from ds_memo.remat.recipe import Recipe
+from ds_memo.remat.recipe import Recipe, SavedOp
 from ds_memo.remat.tensors import tensor_leaves
 from ds_memo.swap.engine import SwapEngine
 from ds_memo.swap.frame import Frame
@@ -71,6 +72,21 @@ WITHOUT_ROOM = {
 }
 
 
+@dataclass
+class Work:
+    """Work of all forwards so far, and the part that ran again in backwards."""
+
+    gemm_flops: int = 0
+    """FLOPs of all recorded forwards."""
+    gemm_flops_recomputed: int = 0
+    """FLOPs of GEMMs that ran again in a backward: in replays, and under checkpoints inside layers."""
+    attention_ops_recomputed: int = 0
+    """Attention calls that ran twice: no kernel's output could be kept, the call had left its recipe, or the layer has a
+    checkpoint of its own."""
+    analysed: int = 0
+    """Layer calls and tiles that were analysed so that later ones follow a recipe."""
+
+
 class LayerHost:
     """Everything that runners of one model's layer calls may use.
 
@@ -78,7 +94,8 @@ class LayerHost:
         engine: keeps what backwards need.
         policy: decides the placements.
         warn: warns the user.
-        attention: the "memo" section's field. "cudnn" and "flash" are enforced here; flash-attn packages are the model's to call.
+        attention: the "memo" section's field. "cudnn" and "flash" are enforced here. FlashAttention-3 and 4 come first where
+            they are active and not refused; flash-attn packages are the model's to call.
         observers: told which layer runs, in this order.
         isolated: returns a context for what is run once for a signature, and not as a part of the pass.
         part_begins: told of each part of a layer in tiles. A profile measures them.
@@ -103,6 +120,8 @@ class LayerHost:
         self.policy = policy
         self._attention = attention
         self._sdpa = SDPA.get(attention)
+        self.attention_kernels: dict[str, str] = {}
+        """Kernels of the layers' attention as far as PyTorch or the model took them, and why."""
         self._warned: set[tuple[type | None, str]] = set()
 
     # ---- placement
@@ -183,10 +202,17 @@ class LayerHost:
             self.warn(f"layer {layer.name}: {reason}")
 
     def diagnose(self, layer: Layer, recipe: Recipe) -> None:
+        """Warn of a layer's new recipe, and note its attention kernels."""
+        self.note_attention(recipe)
         for reason in diagnose(layer.module(), recipe):
             self.warn_of(layer, f"{reason}.")
 
     # ---- attention
+
+    def note_attention(self, recipe: Recipe) -> None:
+        for op in recipe.ops:
+            if isinstance(op, SavedOp) and op.is_attention and (found := attention_kernels.taken(op.func)):
+                self.attention_kernels[found[0]] = found[1]
 
     def with_kernel(self, layer: Layer, fn: Callable[..., Any], *args: Any, elements: int = 0) -> Any:
         """Call ``fn(*args)`` with the attention kernel that memo.attention names.
@@ -197,10 +223,14 @@ class LayerHost:
         Raises:
             MemoError: PyTorch has no such kernel for this call.
         """
-        if self._sdpa is not SDPBackend.FLASH_ATTENTION and any(map(cudnn.may_concern, args)):
+        flash_first = self._attention in (None, FA3, FA4) and bool(attention_kernels.running())
+        if flash_first or (self._sdpa is not SDPBackend.FLASH_ATTENTION and any(map(cudnn.may_concern, args))):
             module = layer.module()
             if module is None or not has_compiled(module):  # Dynamo would compile it anew for the mode
-                fn = functools.partial(cudnn.run, fn, functools.partial(self.warn_of, layer), elements)
+                fn = functools.partial(cudnn.run, fn, functools.partial(self.warn_of, layer), elements, flash_first)
+            elif flash_first and self._attention is not None:
+                with cudnn.by(cudnn.NOT_CUDNN):
+                    return fn(*args)
         if self._sdpa is None:
             return fn(*args)
         with cudnn.by([self._sdpa]):

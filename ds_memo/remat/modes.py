@@ -44,7 +44,7 @@ def inside_a_layer() -> bool:
     return _thread.in_tiles or any(isinstance(mode, Mode) for mode in _get_current_dispatch_mode_stack())
 
 
-def under_a_checkpoint(up_to: Collection[str] = ("ds_memo.remat.checkpoint", "ds_memo.remat.recorded")) -> bool:
+def under_a_checkpoint(up_to: Collection[str] = ("ds_memo.remat.remat", "ds_memo.remat.recorded")) -> bool:
     """Return True if the current op runs under a torch.utils.checkpoint inside the layer. It is recomputed, outside our modes.
 
     Args:

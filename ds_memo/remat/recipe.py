@@ -1,11 +1,15 @@
-"""A recipe: what a layer call keeps, op by op. The first call of a signature makes it, and later calls follow it."""
+"""A recipe: what a layer call keeps, op by op. The first call of a signature makes it, and later calls follow it.
+
+A layer that runs in tiles is cut at its attention function: the ops before it are a tile's *pre*, those behind it its *post*. A
+whole layer is a layer in one tile without a cut, all of it post. The views of a recipe say what a run of one section does.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -36,6 +40,10 @@ class Gemm:
     """True if a saved tensor depends on it. If not, the replay does not compute it."""
     biased: bool = False
     """True if a bias is added in place right after it. Stored rows include the bias."""
+    for_pre: bool = True
+    """In the pre: True if the pre's backward needs it."""
+    for_post: bool = True
+    """In the pre: True if the post needs it."""
 
     def matches(self, out: torch.Tensor) -> bool:
         """Return True if an output has the shape, stride and dtype of the recipe."""
@@ -109,6 +117,11 @@ class Recipe:
     packs: int
     """Tensors that autograd saved. A call that saves another number leaves the recipe."""
     notes: Notes = field(default_factory=Notes)
+    pre_ops: int = 0
+    """Number of ops before attention, if calls are cut there."""
+    pre_writes: bool = False
+    """True if ops of the pre write in place, other than a product's bias to the product."""
+    post_writes: bool = False
 
     @cached_property
     def gemm_flops(self) -> int:
@@ -136,8 +149,53 @@ class Recipe:
 
     def without_shortcuts(self, followed: int) -> Recipe:
         """Return the recipe of a call that left this one after `followed` ops: supply what was stored, compute the rest."""
-        ops = [replace(op, wanted=True) if isinstance(op, Gemm) else op for op in self.ops[:followed]]
-        return replace(self, ops=ops)
+        needed = partial(replace, wanted=True, for_pre=True, for_post=True)
+        return replace(self, ops=[needed(op) if isinstance(op, Gemm) else op for op in self.ops[:followed]])
+
+    # ---- views: the sections of a tile
+
+    @cached_property
+    def pre(self) -> list[Gemm | SavedOp]:
+        return self.ops[: self.pre_ops]
+
+    @cached_property
+    def post(self) -> list[Gemm | SavedOp]:
+        return self.ops[self.pre_ops :]
+
+    @cached_property
+    def records_pre(self) -> bool:
+        """True if the forward keeps an output of the pre, or what the pre overwrites."""
+        return bool(self.packs) and (self.pre_writes or any(op.kept is not None for op in self.pre))
+
+    @cached_property
+    def records_post(self) -> bool:
+        """True if the forward keeps an output of the post, or what the post overwrites."""
+        return bool(self.packs) and (self.post_writes or any(op.kept is not None for op in self.post))
+
+    @cached_property
+    def pre_flops(self) -> int | None:
+        """FLOPs of the pre's products, if a whole replay computes all ops of the pre; else None."""
+        computed = [op.flops for op in self.pre if isinstance(op, Gemm) and op.wanted and op.kept is None]
+        return sum(computed) if len(computed) == len(self.pre) else None
+
+    @cached_property
+    def pre_backward(self) -> Recipe:
+        """Recipe of a run that ends at attention, for the backward of the pre."""
+        return self._of_pre(lambda op: op.for_pre, [])
+
+    @cached_property
+    def pre_again(self) -> Recipe:
+        """Recipe of a run that ends at attention, and computes what attention reads."""
+        return replace(self, ops=self.pre)
+
+    @cached_property
+    def post_backward(self) -> Recipe:
+        """Recipe of a whole run whose attention is supplied: of the pre's products, it computes those that the post needs."""
+        return self._of_pre(lambda op: op.wanted and op.for_post, self.post)
+
+    def _of_pre(self, wanted: Callable[[Gemm], bool], post: list[Gemm | SavedOp]) -> Recipe:
+        pre = [replace(op, wanted=wanted(op)) if isinstance(op, Gemm) else op for op in self.pre]
+        return replace(self, ops=[*pre, *post])
 
 
 # ---- what is observed in the first call
@@ -185,6 +243,14 @@ class Observed:
     clones: list[torch.Tensor] = field(default_factory=list)
     """Copies of tensors that the layer later changed in place."""
     notes: Notes = field(default_factory=Notes)
+    pre_ops: int = 0
+    """Number of ops before attention, if the call is cut there; else all are behind it."""
+    pre_needs: int = 0
+    """The GEMMs of the pre that its own backward needs, as `wanted` has them."""
+    post_needs: int = 0
+    """The GEMMs of the pre that the post reads."""
+    pre_writes: bool = False
+    post_writes: bool = False
 
     def note_hidden_writes(self) -> None:
         """Find outputs that a kernel changed in place without PyTorch's knowledge, as Triton rotary embeddings do.
@@ -207,10 +273,6 @@ class Observed:
             else:
                 op.recomputed = True
                 self.wanted |= op.sources
-
-    def is_wanted(self, gemm: int) -> bool:
-        """Return True if a saved tensor depends on GEMM number `gemm`."""
-        return bool(self.wanted >> 2 * gemm & 1)
 
     def recompute_attention(self) -> None:
         """Keep no attention outputs (the last resort). Their sources are then wanted."""
@@ -251,38 +313,36 @@ def make_recipe(observed: Observed, alpha: float) -> tuple[Recipe, list[tuple[Ke
     Returns:
         The recipe, and what this call keeps: each `Kept` with its tensor.
     """
-    if not observed.packs:  # frozen: no replay will come
-        ops = [
-            SavedOp(op.func, None)
-            if isinstance(op, ObservedSavedOp)
-            else Gemm(op.func, op.shape, op.out.dtype, op.flops, wanted=False)
-            for op in observed.ops
-        ]
-        return Recipe(ops, [None] * len(observed.inputs), Layout(), 0, Notes(softmax=observed.notes.softmax)), []
+    layout, tensors, replayed = Layout(), [], bool(observed.packs)  # else it is frozen: no replay will come
 
-    layout, tensors = Layout(), []
-
-    def store(tensor: torch.Tensor, rows: int | None = None) -> Kept:
+    def store(tensor: Any, rows: int | None = None) -> Kept | None:
+        if tensor is None or not replayed:
+            return None
         kept = layout.add(tensor, rows)
         tensors.append((kept, tensor))
         return kept
 
-    inputs = [store(tensor) if tensor is not None else None for tensor in observed.inputs]
-    ops = []
+    inputs = [store(tensor) for tensor in observed.inputs]
+    ops: list[Gemm | SavedOp] = []
     bit = 0
     for op in observed.ops:
         if isinstance(op, ObservedSavedOp):
+            recomputed = op.recomputed or not replayed
             ops.append(
-                SavedOp(op.func, None if op.recomputed else tuple(store(out) if storable(out) else None for out in op.outputs))
+                SavedOp(op.func, None if recomputed else tuple(store(out) if storable(out) else None for out in op.outputs))
             )
             continue
-        wanted = observed.is_wanted(bit)
-        bit += 1
+        wanted, for_pre, for_post = (
+            bool(gemms >> bit & 1) for gemms in (observed.wanted, observed.pre_needs, observed.post_needs)
+        )
+        bit += 2
         m = op.out.shape[0]
         rows = m if op.chosen_from else stored_rows(alpha, m)
         kept = store(op.out, rows) if wanted and op.splits and rows else None
-        ops.append(Gemm(op.func, op.shape, op.out.dtype, op.flops, kept, wanted, op.biased))
-    return Recipe(ops, inputs, layout, observed.packs, observed.notes), tensors
+        ops.append(Gemm(op.func, op.shape, op.out.dtype, op.flops, kept, wanted and replayed, op.biased, for_pre, for_post))
+    notes = observed.notes if replayed else Notes(softmax=observed.notes.softmax)
+    sections = observed.pre_ops, observed.pre_writes, observed.post_writes
+    return Recipe(ops, inputs, layout, observed.packs, notes, *sections), tensors
 
 
 def remember(table: dict[Any, Any], key: Any, value: Any) -> None:

@@ -46,7 +46,7 @@ def _run(call: LayerCall, host: LayerHost) -> Any:
             key = layer.signature(lifted.args, placement)
             recipe = layer.recipes.get(key)
     frame = engine.begin(layer.name, placement)
-    record = Call(layer.index, host.observers, engine, frame, recipe, host.work)
+    record = Call(host, frame, recipe, layer)
     fn: Callable[..., Any] = functools.partial(host.with_kernel, layer, lifted.fn)
     replay: Callable[..., Any] = functools.partial(host.with_kernel, layer, lifted.replay)
     if layer.state is not None:

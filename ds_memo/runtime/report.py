@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from ds_memo.hf.kernels import ACCOUNT
 from ds_memo.placement import PlacementKind
-from ds_memo.remat.call import Work
+from ds_memo.remat import attention_kernels
+from ds_memo.remat.layer_host import Work
 from ds_memo.runtime.session import Session
 from ds_memo.runtime.throughput import model_flops_utilization
 from ds_memo.sequence.parts import PARTS
@@ -51,8 +53,10 @@ def report(session: Session) -> Report:
         step_s=step_s,
         tokens_per_s=tokens_per_s,
         mfu=model_flops_utilization(session.model(), session.hidden_shape(), tokens_per_s, engine.device),
+        kernels=getattr(session.model(), ACCOUNT, None),
+        attention_kernel=session.kernels_taken | attention_kernels.chosen(),
         eager_attention=dict(session.eager_attention),
-        tiles=session.tiling.report() if session.tiling else None,
+        tiles=session.tiling.report() if session.tiling and _may_be_in_tiles(session) else None,
         logits=_logits(session),
         sequence=_sequence(session),
         profile=session.tuner.report() if session.tuner else None,
@@ -60,6 +64,12 @@ def report(session: Session) -> Report:
         nvme=session.drives.report() if session.drives else None,
         warnings=list(session.warnings),
     )
+
+
+def _may_be_in_tiles(session: Session) -> bool:
+    """Return False if the latest pass was solved with all layers whole. Tiles of an earlier one are still known."""
+    solution = session.policy.pass_solution
+    return solution is None or solution.run.tiles is not None
 
 
 def _logits(session: Session) -> dict[str, int] | None:

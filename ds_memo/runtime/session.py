@@ -31,11 +31,12 @@ from ds_memo.memory.host import budget_bytes, ranks_on_node
 from ds_memo.nvme.file_home import FileHome
 from ds_memo.nvme.open_files import open_files
 from ds_memo.planned_alloc.runtime import Addresses
-from ds_memo.remat.checkpoint import Remat
+from ds_memo.remat import attention_kernels
 from ds_memo.remat.diagnostics import within_compiled
 from ds_memo.remat.layer import Layer
 from ds_memo.remat.layer_host import LayerHost
 from ds_memo.remat.modes import inside_a_layer
+from ds_memo.remat.remat import Remat
 from ds_memo.runtime import active_forward, conflicts
 from ds_memo.runtime.lazy_heads import LazyHeads
 from ds_memo.runtime.module_patches import ModulePatches, Patched, nothing
@@ -131,8 +132,10 @@ class Session:
             self.tiling = Tiling(self.policy.tiles) if config.may_tile else None
             if self.tiling is not None:
                 undo_with(self.tiling.close)
+            attention_kernels.use(device, config.attention, self.warn, undo_with)
             observers, addresses = (*ties.observers, self.addresses), self.addresses
             host = LayerHost(self.engine, self.policy, self.warn, config.attention, observers, addresses.aside)
+            self.kernels_taken = host.attention_kernels
             self.remat = Remat(host, self.tiling)
             self.tuner = None if self.policy.fixed else self._make_tuner()
             self._patch(model, layers)

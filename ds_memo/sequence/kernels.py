@@ -18,6 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ds_memo.attention_kernel import CPU, CUDNN, DOCUMENTS, EFFICIENT, FA3, FA4, FLASH, MATH, PLAIN, WINDOW
+from ds_memo.remat import cudnn
+from ds_memo.remat.attention_kernels import checked, described, kernel_for
 from ds_memo.sequence.cache import cache_tensors
 from ds_memo.sequence.exchange import index
 from ds_memo.sequence.kernel_calls import Borders, Interval, KernelCall, Limits, cut, joined, side_by_side, within_windows
@@ -112,8 +115,9 @@ class _Given:
     """Inputs as the kernel wants them."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, bands: Sequence[Band], scale: float, softcap: float) -> None:
-        self.kernel = _kernel(q, v, scale, softcap)
-        self.work = _work(self.kernel, tuple(bands), q.shape[0], q.shape[1], k.shape[1])
+        bands = tuple(bands)
+        self.kernel = _kernel(q, v, bands, scale, softcap)
+        self.work = _work(self.kernel, bands, q.shape[0], q.shape[1], k.shape[1])
         heads, self._keys = q.shape[2], k.shape[2]
         repeated = heads != self._keys and not self.kernel.shares_heads
         self._key_of: Heads = tuple(head * self._keys // heads for head in range(heads)) if repeated else None
@@ -179,15 +183,24 @@ def _once(spans: Sequence[tuple[int | None, Interval]]) -> bool:
     return all(row != other or stop <= start for (row, (_, stop)), (other, (start, _)) in itertools.pairwise(ordered))
 
 
-def _kernel(q: Tensor, v: Tensor, scale: float, softcap: float) -> Kernel:
-    if softcap:
+def _kernel(q: Tensor, v: Tensor, bands: tuple[Band, ...], scale: float, softcap: float) -> Kernel:
+    if q.device.type not in ("cpu", "cuda"):
         return Math(scale, softcap)
-    if q.device.type == "cpu":
-        return Cpu(scale)
-    if q.device.type != "cuda" or q.dtype == torch.float64:
-        return Math(scale)
-    half = q.dtype != torch.float32 and max(q.shape[3], v.shape[3]) <= 256
-    return Flash(scale) if half and torch.cuda.get_device_capability(q.device) >= (8, 0) else Efficient(scale)
+    call = described(q, v, _mask_of(bands), softcap=bool(softcap), queries_of_a_head=q.shape[0] * q.shape[1])
+    return KERNELS[kernel_for(call, q.device).name](scale, softcap)
+
+
+@functools.lru_cache(maxsize=128)
+def _mask_of(bands: tuple[Band, ...]) -> str:
+    """Return the kind of mask that bands are. Squares and triangles of a ring in zigzag are no more than three calls."""
+    calls = joined(bands)
+    if any(band[3:] not in UNMASKED for band in calls):
+        return WINDOW
+    if len(calls) > 3 or any(band.row is not None for band in calls):
+        return DOCUMENTS
+    lengths = [(band.queries[1] - band.queries[0], band.keys[1] - band.keys[0], band.after) for band in calls]
+    # cuDNN has no call with one key. Its triangles stand in a corner that only a square leaves no doubt of.
+    return PLAIN if all(keys > 1 and (after is None or queries == keys) for queries, keys, after in lengths) else DOCUMENTS
 
 
 @dataclass(frozen=True)
@@ -229,13 +242,31 @@ class Cpu(Kernel):
         return _swapped(kernel(*given, attn_mask=mask, scale=self.scale))
 
 
+class Cudnn(Kernel):
+    """CUDA in half precision, without masks: a call of many elements goes in groups of heads."""
+
+    shares_heads = True
+    one_size = False
+
+    def forward(self, qkv: Three, call: KernelCall) -> tuple[Tensor, Tensor]:
+        q, k, v = _swapped(qkv)
+        out, lse = cudnn.forward(q, k, v, None, call.limits == CAUSAL, self.scale)
+        return out.transpose(1, 2), lse.squeeze(-1)
+
+    def backward(self, grad: Tensor, qkv: Three, out: Tensor, lse: Tensor, call: KernelCall) -> Three:
+        grad, q, k, v, out = _swapped((grad, *qkv, out))
+        return _swapped(cudnn.backward(grad, q, k, v, None, out, lse[..., None], call.limits == CAUSAL, self.scale))
+
+
 class Efficient(Kernel):
     """CUDA, in any dtype but float64, with heads of any size."""
 
     def forward(self, qkv: Three, call: KernelCall) -> tuple[Tensor, Tensor]:
         given = *_swapped(qkv), self._bias(call, qkv[0]), True, 0.0, call.limits == CAUSAL
         out, lse, *_ = aten._scaled_dot_product_efficient_attention(*given, scale=self.scale)
-        return out.transpose(1, 2), lse[..., : qkv[0].shape[1]]  # it has a multiple of 32
+        b, s, h, _ = qkv[0].shape
+        checked(EFFICIENT, lse, (b, h, s + -s % 32))  # it has a multiple of 32
+        return out.transpose(1, 2), lse[..., :s]
 
     def backward(self, grad: Tensor, qkv: Three, out: Tensor, lse: Tensor, call: KernelCall) -> Three:
         *given, out = _swapped((grad, *qkv, out))
@@ -252,7 +283,10 @@ class Efficient(Kernel):
 
 
 class Flash(Kernel):
-    """CUDA in half precision: windows without masks, and bands side by side in one call."""
+    """CUDA in half precision: windows without masks, and bands side by side in one call.
+
+    PyTorch's flash ops run FlashAttention-2, or 3 or 4 if that is active (ds_memo/remat/attention_kernels.py).
+    """
 
     shares_heads = True
 
@@ -265,6 +299,8 @@ class Flash(Kernel):
     def forward(self, qkv: Three, call: KernelCall) -> tuple[Tensor, Tensor]:
         tensors, rest, windows = self._arguments(call, *qkv)
         out, lse, *_ = aten._flash_attention_forward(*tensors, *rest, False, **windows)
+        q = tensors[0]
+        checked(FLASH, lse, (q.shape[0], q.shape[2], q.shape[1]) if call.borders is None else q.shape[1::-1])
         return (out, lse) if call.borders is None else (out[None], lse[None])
 
     def backward(self, grad: Tensor, qkv: Three, out: Tensor, lse: Tensor, call: KernelCall) -> Three:
@@ -275,8 +311,9 @@ class Flash(Kernel):
 
     def _arguments(self, call: KernelCall, *tensors: Tensor) -> tuple[Three, tuple[Any, ...], dict[str, Any]]:
         """Return the tensors, what follows them up to is_causal, and the named arguments."""
-        causal = call.limits == (None, 0)
-        windows = {"scale": self.scale, "window_size_left": call.limits[0], "window_size_right": call.limits[1]}
+        causal = call.limits == CAUSAL  # told once: FlashAttention-4 refuses windows
+        left, right = UNMASKED[0] if causal else call.limits
+        windows = {"scale": self.scale, "window_size_left": left, "window_size_right": right}
         if call.borders is None:
             lengths = (stop - start for start, stop in (call.queries, call.keys))
             return tensors, (None, None, *lengths, 0.0, causal), windows
@@ -318,6 +355,10 @@ class Math(Kernel):
             logits.mul_(self.scale)
         mask = _mask(call, logits, UNMASKED[:1])
         return logits if mask is None else logits.add_(mask), slope
+
+
+KERNELS = {CPU: Cpu, CUDNN: Cudnn, FLASH: Flash, FA3: Flash, FA4: Flash, EFFICIENT: Efficient, MATH: Math}
+"""Classes by name: PyTorch's flash ops run whichever flash kernel is active."""
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:

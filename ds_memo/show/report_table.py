@@ -56,6 +56,13 @@ def as_text(report: Mapping[str, Any]) -> str:
     return "\n".join(f"{quoted(name):<16} {quoted(text, MOST_LINE)}" for name, text in _lines(report))
 
 
+def budget_in_words(budget: Mapping[str, Any]) -> str:
+    """Return the device's bytes that a pass was solved for, and what of the free bytes was withheld, and why."""
+    to_come = f", {size(budget['to_come'])} for gradients and optimizer states to come" if budget["to_come"] else ""
+    withheld = f", {size(budget['withheld'])} withheld ({budget['why']})" if budget["why"] else ""
+    return f"{size(budget['solved_for'])} of {size(budget['free'])} free{to_come}{withheld}"
+
+
 def read_report(text: str, name: str) -> Report:
     """Read a report from JSON: the report itself, or metrics of launch/train.py with a key "report".
 
@@ -118,6 +125,8 @@ def _lines(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     share = report["gemm_flops_recomputed_fraction"]
     gemms = "GEMMs unknown, for none was seen" if share is None else f"{share:.1%} of the forward's GEMM FLOPs"
     yield "recomputed", f"{gemms}; attention {report['attention_recomputed']} times"
+    if kernels := report.get("attention_kernel"):  # reports of before have none
+        yield "attention", "; ".join(f"{name}: {reason}" for name, reason in kernels.items())
     if (logits := report.get("logits")) and logits["lazy_calls"]:
         yield "logits", f"lazy in {logits['lazy_calls']} calls of the output head, tiles of {logits['tile_rows']:,} rows"
     if ranks := report.get("sequence"):
@@ -135,6 +144,8 @@ def _lines(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             "predicted",
             f"{predicted['layers_s']:.4g} s for the layers of a pass; {size(predicted['host_bytes'])} host, {device} device",
         )
+        if budget := predicted.get("device_budget"):  # reports of before have none
+            yield "device budget", budget_in_words(budget)
         at_the_peak = predicted.get("device_bytes_by_part", {})  # reports of before have none
         for name, parts in (("at the peak", at_the_peak), ("non-layer memory", predicted["beside_bytes"])):
             if found := [f"{size(parts[part])} {words}" for part, words in _BYTES_OF.items() if parts.get(part)]:

@@ -92,7 +92,7 @@ class TiledAttention:
 
     def begin(self, placement: Placement) -> None:
         frame = self._engine.begin(f"{self._tiled.layer.name}, attention", placement)
-        self._call = Call(self._tiled.layer.index, (), self._engine, frame, None, self._host.work)
+        self._call = Call(self._host, frame)
 
     # ---- forward
 
@@ -232,6 +232,7 @@ class TiledAttention:
                             shared = SharedOutput(index, position, tuple(value.shape), value.stride())
                             op.outputs = (*op.outputs[:position], None, *op.outputs[position + 1 :])
         recipe, tensors = make_recipe(observed, 1.0)
+        self._host.note_attention(recipe)
         call.recipe = recipe
         call.keep_observed(observed, tensors)
         observed.forget()

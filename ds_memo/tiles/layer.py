@@ -36,7 +36,7 @@ from ds_memo.remat.layer_call import CannotTile
 from ds_memo.remat.layer_host import LayerHost, Way
 from ds_memo.remat.layer_state import Before
 from ds_memo.remat.modes import running_tiles
-from ds_memo.remat.recipe import remember
+from ds_memo.remat.recipe import Recipe, remember
 from ds_memo.remat.replay import Replay
 from ds_memo.remat.tensors import storage_of, tensor_leaves
 from ds_memo.remat.undo import Undoing, stacks_restored
@@ -53,7 +53,7 @@ from ds_memo.tiles.gradient_owner import is_owned
 from ds_memo.tiles.graph import refuse_other_gradients
 from ds_memo.tiles.modes import LeftRecipe, RecordPost, RecordPre, ReplayPost
 from ds_memo.tiles.probe_result import by_arrival
-from ds_memo.tiles.recipes import SizeRecipes, TiledLayer, TileRecipe
+from ds_memo.tiles.recipes import SizeRecipes, TiledLayer
 from ds_memo.tiles.slices import Arguments, fill, new_whole, part
 from ds_memo.tiles.tile_runs import Gradients, Tile, TileRuns
 from ds_memo.tiles.weight_gradients import GradientSums
@@ -183,7 +183,7 @@ class TiledCall:
             if recipes is None:
                 with self._host.isolated(), self._grads():
                     self._host.work.analysed += 1
-                    call = Call(self._tiled.layer.index, (), self._engine, None, None, self._host.work)
+                    call = Call(self._host, None)
                     recipes = self._runs.analyse(module, call, hidden, self._spans[0], span)
                 remember(self._tiled.recipes, key, recipes)
             found[kind] = recipes
@@ -193,7 +193,7 @@ class TiledCall:
         """Return a key for what a tile's recipes depend on. The first tile of a sequence has no carry."""
         return (span.size, span.tokens.start == 0) if self._shapes.mixes else span.size
 
-    def _recipe(self, span: Span, stored: bool) -> TileRecipe:
+    def _recipe(self, span: Span, stored: bool) -> Recipe:
         return self._recipes[self._kind(span)][self._keeps_result, stored]
 
     def _place(self, hidden: torch.Tensor) -> None:
@@ -203,7 +203,7 @@ class TiledCall:
             return
         of_attention = self._bytes_of_attention(hidden)
         by_kind = {
-            kind: [recipes[self._keeps_result, is_stored].whole.layout.host_bytes for is_stored in (False, True)]
+            kind: [recipes[self._keeps_result, is_stored].layout.host_bytes for is_stored in (False, True)]
             for kind, recipes in self._recipes.items()
         }
         recomputed, stored = zip(*(by_kind[self._kind(span)] for span in self._spans), strict=True)
@@ -280,17 +280,17 @@ class TiledCall:
         stored = number in self._stored and not packed
         recipe = self._recipe(span, stored)
         frame = self._engine.begin(f"{self._tiled.layer.name}, tile {number}", self._placement) if self._trains else None
-        call = Call(self._tiled.layer.index, (), self._engine, frame, recipe.whole, self._host.work)
+        call = Call(self._host, frame, recipe)
         if frame is not None:
             frame.ahead = True
-            self._engine.adopt(frame, recipe.whole.layout)
-            for kept, tensor in zip(recipe.whole.inputs, [x, *carry], strict=False):
+            self._engine.adopt(frame, recipe.layout)
+            for kept, tensor in zip(recipe.inputs, [x, *carry], strict=False):
                 self._engine.keep(frame, kept, tensor)
-            self._host.work.gemm_flops += recipe.whole.gemm_flops
+            self._host.work.gemm_flops += recipe.gemm_flops
         if packed:
-            call.recipe = replace(recipe.whole, ops=[])
+            call.recipe = recipe.without_shortcuts(0)
         seed = None if self._seed is None else self._seed + number
-        tile = Tile(span, call, recipe, stored, seed, len(carry), followed=not packed)
+        tile = Tile(span, call, stored, seed, len(carry), followed=not packed)
         self._tiles.append(tile)
         return tile
 
@@ -301,7 +301,7 @@ class TiledCall:
             x, carry = self._runs.hidden_of(hidden, span), self._runs.leaves(left if span.tokens.start else [])
             tile = self._open(number, x, carry)
             records = tile.recipe.records_pre and tile.followed
-            mode = RecordPre(tile.call, len(tile.recipe.pre)) if records else None
+            mode = RecordPre(tile.call) if records else None
             reached, inputs, left = self._runs.run(span, x, carry, mode or nullcontext(), seed=tile.seed)
             self._refuse_other_gradients([*tensor_leaves(reached.leaves), *left], inputs)
             if mode is not None:
@@ -338,7 +338,7 @@ class TiledCall:
         """
         own = self._own_result(tile, carry, result)
         if tile.followed:
-            mode = RecordPost(tile.call, tile.recipe.sections.post_needs, tile.recipe.records_post)
+            mode = RecordPost(tile.call)
 
             def attend(reached: AttentionCall) -> Any:
                 mode.attention_reached()
@@ -364,7 +364,7 @@ class TiledCall:
             return None
         own = part(result, tile.span, self._shapes.attention.result.dim).detach()
         if self._keeps_result:
-            self._engine.keep(tile.call.frame, tile.call.recipe.inputs[-1], own)
+            self._engine.keep(tile.call.frame, tile.recipe.inputs[-1], own)
         if self._trains:
             for kept, tensor in list(zip(self._kept_carry(tile), carry, strict=True))[tile.carried :]:
                 self._engine.keep(tile.call.frame, kept, tensor)
@@ -467,9 +467,9 @@ class TiledCall:
     def _pre_again(self, gathered: Gathered) -> None:
         """Run every tile up to attention once more: fill `gathered`."""
         for tile in self._tiles:
-            tile.call.frame.first_only = tile.reads_hidden_only(tile.pre_again)
+            tile.call.frame.first_only = tile.reads_hidden_only(tile.recipe.pre_again)
         for tile in self._tiles_back(again=True):
-            carry, mode = self._carry(tile, tile.carried), Replay(tile.call, tile.pre_again)
+            carry, mode = self._carry(tile, tile.carried), Replay(tile.call, tile.recipe.pre_again)
             with torch.enable_grad(), dropping():
                 ran = self._runs.run(tile.span, tile.hidden(), carry, mode, seed=tile.seed)
             gathered.add(tile.span, ran.end)
@@ -494,7 +494,7 @@ class TiledCall:
             d_output = part(gradient, tile.span, 1)
             d_x, d_own, d_left, d_others = self._tile_post_backward(sums, tile, gathered, own, d_output, d_left)
             if d_result is not None:
-                tile.call.frame.first_only = tile.reads_hidden_only(tile.pre_backward)
+                tile.call.frame.first_only = tile.reads_hidden_only(tile.recipe.pre_backward)
                 fill(part(d_result, tile.span, self._shapes.attention.result.dim), d_own)
             fill(part(d_hidden, tile.span, 1), d_x)
             self._arguments.add(d_inputs, tile.span, d_others)
@@ -504,7 +504,7 @@ class TiledCall:
         """Return a tile's part of attention's result as a leaf. If the tile's frame keeps it, fill its part of `result`."""
         own = part(result, tile.span, self._shapes.attention.result.dim)
         if self._keeps_result:
-            kept = tile.call.frame.tensor(tile.call.recipe.inputs[-1]).detach()
+            kept = tile.call.frame.tensor(tile.recipe.inputs[-1]).detach()
             if storage_of(kept) != storage_of(result):
                 own.copy_(kept)
             own = kept
@@ -526,9 +526,9 @@ class TiledCall:
             d_left: the gradients of what it left, by the post of later tiles; empty behind the last tile of a sequence.
         """
         x, carry, recipe = tile.hidden(), self._carry(tile), tile.recipe
-        mode = Replay(tile.call) if self._keeps_result else Replay(tile.call, tile.post_backward)
+        mode = Replay(tile.call, recipe if self._keeps_result else recipe.post_backward)
         if tile.followed and self._keeps_result and recipe.pre_flops is not None:
-            mode = ReplayPost(tile.call, len(recipe.pre), recipe.pre_flops)
+            mode = ReplayPost(tile.call)
 
         def attend(reached: AttentionCall) -> Any:
             if self._keeps_result:
@@ -562,14 +562,14 @@ class TiledCall:
         """
         x, carry, attention = tile.hidden(), self._carry(tile, tile.carried), self._shapes.attention
         with torch.enable_grad():
-            ran = self._runs.run(tile.span, x, carry, Replay(tile.call, tile.pre_backward), seed=tile.seed)
+            ran = self._runs.run(tile.span, x, carry, Replay(tile.call, tile.recipe.pre_backward), seed=tile.seed)
         indices = [index for index in attention.differentiable if attention.arguments[index] is not None]
         gradients = [part(gathered.leaves[index], tile.span, attention.arguments[index]) for index in indices]
         _, d_x, *rest = ran.backward(sums, [ran.end.leaves[index] for index in indices], gradients, d_left)
         return d_x, rest[: len(carry)], rest[len(carry) :]
 
     def _kept_carry(self, tile: Tile) -> list[Any]:
-        inputs = tile.call.recipe.inputs[1:]
+        inputs = tile.recipe.inputs[1:]
         return inputs[:-1] if self._keeps_result else inputs
 
     def _carry(self, tile: Tile, tensors: int | None = None) -> list[torch.Tensor]:

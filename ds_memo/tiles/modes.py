@@ -9,103 +9,37 @@ keeps or leaves out something. The dead pre is always compared with the recipe, 
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch._C import _len_torch_dispatch_stack, _pop_torch_dispatch_stack, _push_on_torch_dispatch_stack
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ds_memo.head_groups import HeadGroup
 from ds_memo.remat import op_policy
-from ds_memo.remat.analyse import Analyse
 from ds_memo.remat.call import Call
 from ds_memo.remat.functions import has_inner_tensors
 from ds_memo.remat.modes import Mode
 from ds_memo.remat.op_policy import OpKind, kind_of
-from ds_memo.remat.recipe import Gemm, Observed, ObservedGemm, SavedOp
+from ds_memo.remat.recipe import Gemm, SavedOp
 from ds_memo.remat.record import Record
 from ds_memo.remat.replay import Replay
 
 
-@dataclass(frozen=True)
-class Sections:
-    """A tile's ops before attention (its pre) and behind it (its post)."""
-
-    pre_backward_needs: list[bool]
-    """For each op of the pre, whether the pre's backward needs what it computes."""
-    post_needs: list[bool]
-    """For each op of the pre, whether the post needs what it computes."""
-    pre_writes: bool
-    """True if ops of the pre write in place."""
-    post_writes: bool
-
-
-class AnalyseTile(Analyse):
-    """Watch a whole run of a tile: also what the backward of its pre, and its post, need of the pre's GEMMs."""
-
-    def __init__(self, call: Call, observed: Observed, givens: Iterable[torch.Tensor]) -> None:
-        super().__init__(call, observed, givens)
-        self._pre: int | None = None
-        """Number of ops before attention; None before it is reached."""
-        self._pre_writes = self._post_writes = False
-        """True if ops there write in place, other than a product's bias to the product."""
-        self._pre_backward_reads = self._post_reads = 0
-
-    def attention_reached(self, reads: Iterable[torch.Tensor], supplied: Iterable[torch.Tensor]) -> None:
-        """Note that attention reads these tensors, and that what follows is given those."""
-        self._pre = len(self.observed.ops)
-        self._pre_backward_reads = self.observed.closed(self.observed.wanted, lambda gemm: gemm.splits and gemm.chosen_from)
-        self.observed.wanted |= self._made_of_all(list(reads))
-        for tensor in supplied:
-            self._made(tensor, 0)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if self._pre is not None and not has_inner_tensors(types):
-            self._post_reads |= self._made_of_all(args, kwargs or {})
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-    def _about_to_write(self, func: Any, args: tuple, kwargs: dict, sources: int, fresh: ObservedGemm | None) -> int:
-        sources = super()._about_to_write(func, args, kwargs, sources, fresh)
-        if fresh is None or not fresh.biased:
-            self._pre_writes |= self._pre is None
-            self._post_writes |= self._pre is not None
-        return sources
-
-    def _choose_from(self, sources: int) -> None:
-        self._post_reads |= sources  # values that steer Python, in the pre's second run too
-        super()._choose_from(sources)
-
-    def sections(self, output: torch.Tensor) -> Sections:
-        """Describe the run, which has ended with this output. Call it inside the mode."""
-        reads = self.observed.closed(self._post_reads | self._made_of(output), lambda gemm: False)
-        pre_backward, post = self._computing(self._pre_backward_reads), self._computing(reads)
-        return Sections(pre_backward, post, self._pre_writes, self._post_writes)
-
-    def _computing(self, gemms: int) -> list[bool]:
-        """Return for each op of the pre whether it is one of these GEMMs, or none."""
-        bits = itertools.count(0, 2)
-        return [not isinstance(op, ObservedGemm) or bool(gemms >> next(bits) & 1) for op in self.observed.ops[: self._pre]]
-
-
 class RecordPre(Record):
-    """Run a tile up to attention, by its recipe.
+    """Run a tile up to attention, by its recipe."""
 
-    Args:
-        ops: of the recipe's pre.
-    """
-
-    def __init__(self, call: Call, ops: int) -> None:
+    def __init__(self, call: Call) -> None:
         super().__init__(call)
-        self._ops = ops
         self.followed = False
         """True, once the run is over, if it did what the recipe says."""
 
     def __exit__(self, *exception: Any) -> None:
-        self.followed = self._following and self._next == self._ops and self._awaits_bias is None
+        pre = len(self.call.recipe.pre)
+        if exception[0] is None and self._following and (self._next != pre or self._awaits_bias is not None):
+            self._next = min(self._next, pre)  # an op that looks like the post's first is in the recipe's post
+            self._leave()
+        self.followed = self._following
         self._following = False  # the recipe goes on behind attention
         super().__exit__(*exception)
 
@@ -137,18 +71,16 @@ class LeftRecipe(BaseException):
 class RecordPost(Switched, Record):
     """Run a tile behind attention, by its recipe. Of the pre's ops it supplies what was chosen and computes what is needed.
 
-    Args:
-        pre: for each op of the recipe's pre, whether the post needs it.
-        records: False if nothing of the post is kept. Then only what autograd saves is counted there.
+    If nothing of the post is kept, it only counts there what autograd saves.
 
     Raises:
         LeftRecipe: the run must be repeated without this mode.
     """
 
-    def __init__(self, call: Call, pre: list[bool], records: bool) -> None:
+    def __init__(self, call: Call) -> None:
         super().__init__(call)
-        self._pre = pre
-        self._records = records
+        self._pre = call.recipe.pre
+        self._records = call.recipe.records_post
         self._in_pre = True
 
     def __enter__(self) -> Any:
@@ -185,11 +117,11 @@ class RecordPost(Switched, Record):
         if kind is OpKind.PLAIN or kind is OpKind.MUTATES:
             return func(*args, **(kwargs or {}))
         index = self._next
-        op: Any = self.call.recipe.ops[index] if index < len(self._pre) else None
+        op: Any = self._pre[index] if index < len(self._pre) else None
         if op is None or op.func is not func or (isinstance(op, Gemm) and op.shape != op_policy.product_shape(func, args)):
             self._leave()
         self._next += 1
-        if isinstance(op, Gemm) and not self._pre[index]:
+        if isinstance(op, Gemm) and not op.for_post:
             return op_policy.empty_output(func, args, op.shape, op.dtype)
         if isinstance(op, Gemm) or op.kept is None:
             return func(*args, **(kwargs or {}))
@@ -201,17 +133,7 @@ class RecordPost(Switched, Record):
 
 
 class ReplayPost(Switched, Replay):
-    """Replay a tile, but compute its pre as without a mode.
-
-    Args:
-        pre: number of ops of the recipe's pre.
-        pre_flops: of the products among them.
-    """
-
-    def __init__(self, call: Call, pre: int, pre_flops: int) -> None:
-        super().__init__(call)
-        self._pre = pre
-        self._pre_flops = pre_flops
+    """Replay a tile, but compute its pre as without a mode. The recipe computes all of that."""
 
     def __enter__(self) -> Any:
         super().__enter__()
@@ -219,8 +141,8 @@ class ReplayPost(Switched, Replay):
         return self
 
     def attention_reached(self) -> None:
-        self._next = self._pre
-        self.call.work.gemm_flops_recomputed += self._pre_flops
+        self._next = len(self.call.recipe.pre)
+        self.call.work.gemm_flops_recomputed += self.call.recipe.pre_flops
         self._switch(True)
 
 
@@ -249,7 +171,8 @@ class SupplyHeads(Replay):
             return outputs
         (out, log_sum_exp, *others), dims = outputs, HEAD_DIMS[op.func.name()]
         # Kernels read the log-sum-exp without its strides.
-        return (self._heads.of(out, dims[0]), self._heads.of(log_sum_exp, dims[1]).contiguous(), *others)
+        of_out, of_log_sum_exp = (dim % x.dim() for dim, x in zip(dims, (out, log_sum_exp), strict=True))
+        return (self._heads.of(out, of_out), self._heads.of(log_sum_exp, of_log_sum_exp).contiguous(), *others)
 
     def __exit__(self, *exception: Any) -> None:
         super(Replay, self).__exit__(*exception)  # the frame is released after the last group
@@ -264,8 +187,10 @@ HEAD_DIMS = {
     "aten::_scaled_dot_product_cudnn_attention": (1, 1),
     "flash_attn::_flash_attn_forward": (2, 1),
     "flash_attn::_flash_attn_varlen_forward": (1, 0),
+    **dict.fromkeys(("aten::_flash_attention_forward", "flash_attn_3::_flash_attn_forward", "flash_attn_3::fwd"), (-2, -2)),
 }
-"""Dimension of the heads in an attention op's outputs: the output, the log-sum-exp. Ops that are missing run for all heads."""
+"""Dimension of the heads in an attention op's outputs: the output, the log-sum-exp. Ops that are missing run for all heads. The
+last ones take rows of a batch, or rows end to end, which have a dimension less in both."""
 
 
 def may_split_heads(call: Call) -> bool:

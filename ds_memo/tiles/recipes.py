@@ -1,11 +1,10 @@
-"""Recipes of a layer in tiles: what its tiles and its attention keep, and what their replays compute."""
+"""A layer in tiles, and the recipes of its tiles and its attention."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,70 +12,11 @@ from torch import nn
 
 from ds_memo.distributed.topology import ranks_per_sequence
 from ds_memo.remat.layer import Layer
-from ds_memo.remat.recipe import Gemm, Recipe, SavedOp
-from ds_memo.tiles.modes import Sections
+from ds_memo.remat.recipe import Recipe
 from ds_memo.tiles.probe_result import Shapes
 from ds_memo.tiles.weight_gradients import see_products_of_zero3
 
-
-@dataclass(frozen=True)
-class TileRecipe:
-    """Recipe of tiles of one size. Its views are the recipes of a tile's runs in the backward.
-
-    The ops of a tile without attention are all of its post.
-    """
-
-    whole: Recipe
-    """Recipe of a whole run."""
-    sections: Sections
-
-    @cached_property
-    def pre(self) -> list[Gemm | SavedOp]:
-        return self.whole.ops[: len(self.sections.post_needs)]
-
-    @cached_property
-    def post(self) -> list[Gemm | SavedOp]:
-        return self.whole.ops[len(self.pre) :]
-
-    @cached_property
-    def records_pre(self) -> bool:
-        """True if the forward keeps an output of the pre, or what the pre overwrites."""
-        return self._records(self.pre, self.sections.pre_writes)
-
-    @cached_property
-    def records_post(self) -> bool:
-        """True if the forward keeps an output of the post, or what the post overwrites."""
-        return self._records(self.post, self.sections.post_writes)
-
-    def _records(self, ops: list[Gemm | SavedOp], writes: bool) -> bool:
-        return bool(self.whole.packs) and (writes or any(op.kept is not None for op in ops))
-
-    @cached_property
-    def pre_flops(self) -> int | None:
-        """FLOPs of the pre's products, if a whole replay computes all ops of the pre; else None."""
-        computed = [op.flops for op in self.pre if isinstance(op, Gemm) and op.wanted and op.kept is None]
-        return sum(computed) if len(computed) == len(self.pre) else None
-
-    @cached_property
-    def pre_backward(self) -> Recipe:
-        """Recipe of a run that ends at attention, for the backward of the pre."""
-        needs = zip(self.pre, self.sections.pre_backward_needs, strict=True)
-        return replace(self.whole, ops=[replace(op, wanted=needed) if isinstance(op, Gemm) else op for op, needed in needs])
-
-    @cached_property
-    def pre_again(self) -> Recipe:
-        """Recipe of a run that ends at attention, and computes what attention reads."""
-        return replace(self.whole, ops=self.pre)
-
-    @cached_property
-    def post_backward(self) -> Recipe:
-        """Recipe of a whole run whose attention is supplied: of the pre's products, it computes those that the post needs."""
-        needs = zip(self.pre, self.sections.post_needs, strict=True)
-        pre = [replace(op, wanted=op.wanted and needed) if isinstance(op, Gemm) else op for op, needed in needs]
-        return replace(self.whole, ops=[*pre, *self.post])
-
-
-SizeRecipes = dict[tuple[bool, bool], TileRecipe]
+SizeRecipes = dict[tuple[bool, bool], Recipe]
 """Recipes of tiles of one size, by two questions: do they keep attention's result, and are they stored? Every tile keeps its
 hidden states and what routers chose, a stored one all GEMM outputs, too."""
 

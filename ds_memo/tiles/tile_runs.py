@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ds_memo.remat.analyse import Analyse
 from ds_memo.remat.call import Call
 from ds_memo.remat.layer_call import CannotTile
 from ds_memo.remat.layer_state import tensors_of, unchanged
@@ -24,9 +25,8 @@ from ds_memo.sequence.striped import Striped
 from ds_memo.spans import Span
 from ds_memo.tiles.aliases import dropping
 from ds_memo.tiles.attention_call import AttentionCall, run_to_attention, run_with_attention
-from ds_memo.tiles.modes import AnalyseTile
 from ds_memo.tiles.probe_result import Shapes
-from ds_memo.tiles.recipes import SizeRecipes, TileRecipe
+from ds_memo.tiles.recipes import SizeRecipes
 from ds_memo.tiles.slices import Arguments, part
 from ds_memo.tiles.weight_gradients import GradientSums
 
@@ -39,35 +39,21 @@ class Tile:
 
     span: Span
     call: Call
-    recipe: TileRecipe
     stored: bool
     seed: int | None
     """Seed of the tile's random numbers; None: it draws none."""
     carried: int
     """Tensors of the tile before that its pre goes on from."""
     followed: bool
-    """True if the pre did what the recipe says, as far as is known. The post's run compares it once more."""
+    """True if the pre did what the recipe said, as far as is known. The post's run compares it once more."""
 
     def hidden(self) -> torch.Tensor:
         """Return its hidden states from its frame, as a leaf."""
-        return self.call.frame.tensor(self.call.recipe.inputs[0]).detach().requires_grad_()
+        return self.call.frame.tensor(self.recipe.inputs[0]).detach().requires_grad_()
 
     @property
-    def pre_again(self) -> Recipe:
-        return self.recipe.pre_again if self.followed else self._without_ops
-
-    @property
-    def pre_backward(self) -> Recipe:
-        return self.recipe.pre_backward if self.followed else self._without_ops
-
-    @property
-    def post_backward(self) -> Recipe:
-        followed_to_the_end = self.call.recipe is self.recipe.whole
-        return self.recipe.post_backward if followed_to_the_end else self.call.recipe
-
-    @property
-    def _without_ops(self) -> Recipe:
-        return replace(self.call.recipe, ops=[])
+    def recipe(self) -> Recipe:
+        return self.call.recipe
 
     def reads_hidden_only(self, recipe: Recipe) -> bool:
         """Return True if a replay by one of these recipes reads no more of the frame than the hidden states."""
@@ -195,7 +181,7 @@ class TileRuns:
                 carry = self.leaves(ran.left)
             x = self.hidden_of(hidden, span)
             givens = [*tensors_of(module), *tensor_leaves(self._arguments.tile(x, span)[:2]), *carry]
-            with AnalyseTile(call, observed, givens) as mode:
+            with Analyse(call, observed, givens) as mode:
 
                 def attend(reached: AttentionCall) -> torch.Tensor:
                     with _disable_current_modes():
@@ -204,10 +190,8 @@ class TileRuns:
                     result.append(own)
                     return own
 
-                if attention is None:
-                    mode.attention_reached((), ())
                 ran = self.run(span, x, carry, nullcontext(), attend, packed=False)
-                sections = mode.sections(ran.end)
+                mode.returned(ran.end)
             if self._trains and not observed.packs:
                 raise CannotTile("its backward needs nothing of its forward")
             observed.note_hidden_writes()
@@ -218,6 +202,6 @@ class TileRuns:
             for keeps_result, stored in itertools.product((True, False) if result else (False,), (True, False)):
                 observed.inputs, observed.wanted = [x, *carry, *(result if keeps_result else [])], wanted
                 observed.close_over_inputs(all_rows_kept=stored)
-                recipes[keeps_result, stored] = TileRecipe(make_recipe(observed, float(stored))[0], sections)
+                recipes[keeps_result, stored], _ = make_recipe(observed, float(stored))
             observed.forget()
         return recipes

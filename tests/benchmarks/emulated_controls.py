@@ -23,7 +23,6 @@ from benchmarks.emulated_process import run_emulated, without_values
 from benchmarks.emulated_time import Clock, keeping_time
 from ds_memo.estimate import hardware
 from ds_memo.nvme.direct_files import DirectFiles
-from ds_memo.swap.engine import SwapEngine
 from ds_memo.swap.host_pool import HostPool
 from ds_memo.swap.host_slab import HostSlab
 from ds_memo.swap.stream_protocol import D2H
@@ -54,59 +53,6 @@ def item_in_a_hook(clock: Clock) -> dict[str, Any]:
     with mock.patch.object(emulator, "build", build_with_a_hook):
         memo = {"alpha": 0.5, "resident_layers": 2}
         return emulator.syncs(lambda around: emulator.step(clock, "gpt7b", 16384, memo, around=around))
-
-
-class Routed(Block):
-    """A layer that returns its router's choice beside its hidden states."""
-
-    def __init__(self) -> None:
-        super().__init__(2048)
-        self.router = nn.Linear(2048, 64)
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        x = x + self.attend(x)
-        weight, choice = self.router(x).softmax(-1).topk(2)
-        return x + self.feed(x) * weight.sum(-1, keepdim=True), choice
-
-
-class Stack(nn.Module):
-    def __init__(self, layers: list[nn.Module]) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(layers)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x, choice = layer(x)
-            choice.add_(0)  # it is the caller's
-        return x.sum()
-
-
-def routed(clock: Clock, engine: type[SwapEngine] = SwapEngine) -> dict[str, Any]:
-    """Layers whose callers change what they return, while the copies of a layer take as long as its kernels."""
-    with DEVICE:
-        torch.set_default_dtype(torch.bfloat16)
-        model, x = Stack([Routed() for _ in range(6)]), torch.randn(1, 65536, 2048)
-        torch.set_default_dtype(torch.float32)
-    clock.link_share(8.0)
-    with attached(
-        model, CudaStreams(DEVICE), {"alpha": 1.0, "resident_layers": 0, "tile_tokens": 0, "host_memory_gib": 100}, engine
-    ):
-
-        def run(around: Callable[[int], Any]) -> None:
-            for number in range(1, emulator.STEPS + 1):
-                with around(number):
-                    model(x).backward()
-
-        return emulator.syncs(run)
-
-
-class WaitsForTheQueue(SwapEngine):
-    """Compute waits for all copies that were issued, and not for that of the tensor that may change."""
-
-    def about_to_change(self, frame: Any, tensor: torch.Tensor) -> None:
-        for index in frame.copied:
-            frame.copied[index] = self.streams.mark(D2H)
-        super().about_to_change(frame, tensor)
 
 
 # ---- several compute streams
@@ -218,8 +164,6 @@ def threads_of_the_second_device(clock: Clock) -> dict[str, Any]:
 
 CASES: dict[str, Callable[[Clock], Any]] = {
     "item": item_in_a_hook,
-    "routed": routed,
-    "routed, waiting for the queue": lambda clock: routed(clock, WaitsForTheQueue),
     "streams": compute_streams,
     "inside a layer, unguarded": lambda clock: compute_streams(clock, "inside a layer", guarded=False),
     "second device": threads_of_the_second_device,

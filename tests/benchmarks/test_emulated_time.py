@@ -5,15 +5,18 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.attention as attention
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.emulated_process import compiled
 from benchmarks.emulated_time import cost_s
+from ds_memo.attention_kernel import CUDNN, FA3, FLASH
 from ds_memo.estimate import hardware
 from ds_memo.ops.builder import cuda_headers
 
@@ -139,31 +142,6 @@ def test_the_host_waits_where_cuda_makes_it_wait(cuda: Cuda) -> None:
     assert library.cudaEventQuery(event) == 0 and library.cudaStreamQuery(stream) == 0
 
 
-def test_the_driver_takes_its_time_and_cuda_free_waits_for_the_device(cuda: Cuda) -> None:
-    cuda.library.emulated_driver(0.25 / GB, 0.05 / GB, 0.01)
-    stream, block, library = cuda.stream(), 0x10000, cuda.library
-    begin = library.emulated_now()
-    assert library.cudaHostRegister(block, 4 * GB, 0) == 0
-    assert library.emulated_now() == about(begin + 1.0)
-    library.cudaHostUnregister(block)
-    assert library.emulated_now() == about(begin + 1.2)
-    cuda.work(stream, 2.0)
-    made = cuda._memory("cudaMalloc")
-    assert library.emulated_now() == about(begin + 1.21)
-    library.cudaFree(made)
-    assert library.emulated_now() == about(begin + 3.21)
-
-
-def test_a_full_queue_holds_the_host(cuda: Cuda) -> None:
-    stream, begin = cuda.stream(), cuda.library.emulated_now()
-    for _ in range(1024):
-        cuda.work(stream, 0.1)
-    assert cuda.library.emulated_now() < begin + 0.01
-    for _ in range(3):
-        cuda.work(stream, 0.1)
-    assert cuda.library.emulated_now() == about(begin + 0.3)
-
-
 FLOOR_S = 1e-4
 
 
@@ -264,16 +242,36 @@ def test_a_sum_of_products_costs_its_flops_and_the_bytes_of_the_sum(dtype: torch
     assert found == dict.fromkeys(found, pytest.approx(flops_s + moved_s))
 
 
-def test_a_bias_has_no_bytes_and_a_sum_that_is_not_read_neither() -> None:
+@pytest.fixture
+def active(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The kernel behind PyTorch's flash ops."""
+    if request.param == FA3:
+        stand_in = SimpleNamespace(remove=lambda: None)
+        monkeypatch.setitem(attention._registry._FLASH_ATTENTION_IMPLS, "FA3", lambda: stand_in)
+        attention.activate_flash_attention_impl("FA3")
+    yield request.param
+    attention.restore_flash_attention_impl(_raise_warn=False)
+
+
+OPS = {
+    "_scaled_dot_product_cudnn_attention": lambda q: (q, q, q, None, True, 0.0, True),
+    "_scaled_dot_product_flash_attention": lambda q: (q, q, q, 0.0, True),
+    "_flash_attention_forward": lambda q: (*[q.transpose(1, 2)] * 3, None, None, 2048, 2048, 0.0, True, False),
+}
+
+
+@pytest.mark.parametrize("active", [FLASH, FA3], indirect=True)
+def test_each_op_of_attention_has_the_price_of_its_kernel(active: str) -> None:
+    """A run that takes another kernel than it could shows it in its step."""
     with FakeTensorMode(), Priced() as priced:
-        x = torch.empty(ROWS, WIDE, dtype=torch.bfloat16, device="cuda")
-        weight = torch.empty(WIDE, WIDE, dtype=torch.bfloat16, device="cuda")
-        torch.addmm(torch.empty(WIDE, dtype=torch.bfloat16, device="cuda"), x, weight)
-        biased = priced.seconds["addmm"]
-        torch.addmm(x, x, weight, beta=0)
-        unread = priced.seconds["addmm"]
-        x @ weight
-    assert biased == unread == priced.seconds["mm"]
+        query = torch.empty(1, 4, 2048, 64, dtype=torch.bfloat16, device="cuda")
+        for name, given in OPS.items():
+            getattr(torch.ops.aten, name)(*given(query))
+    flops, rates = 4 * 4 * 64 * 2048 * 2048 / 2, dict(priced.machine.attention_kernels)
+    kernels = {name: CUDNN if "cudnn" in name else active for name in OPS}
+    expected = {name: pytest.approx(flops / rates[kernel].forward, rel=1e-3) for name, kernel in kernels.items()}
+    assert {name: seconds for name, seconds in priced.seconds.items() if name in OPS} == expected
+    assert rates[FLASH].forward < 0.65 * rates[CUDNN].forward < 0.65 * rates[FA3].forward
 
 
 @pytest.mark.parametrize("causal, kv_heads", [(True, 4), (False, 4), (True, 1)])
@@ -284,5 +282,5 @@ def test_attention_costs_its_pairs_whatever_heads_the_keys_have(causal: bool, kv
         key = torch.empty(1, kv_heads, 2048, 64, dtype=torch.bfloat16, device="cuda")
         torch.ops.aten._scaled_dot_product_flash_attention(query, key, key, 0.0, causal)
     pairs = 2048 * 2048 / (2 if causal else 1)
-    rate = priced.machine.peak * priced.machine.attention_forward_efficiency
+    rate = priced.machine.attention_rates("flash").forward
     assert priced.seconds["_scaled_dot_product_flash_attention"] == pytest.approx(4 * 4 * 64 * pairs / rate)

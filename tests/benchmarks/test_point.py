@@ -19,8 +19,8 @@ SHAPE = shapes(CPU)["gpt7b"]
 
 
 def run_point(rivals, budget=None, **more):
-    """Run a point of the small GPT at 48 tokens."""
-    return point.run_point(SHAPE, 48, rivals, budget or Budget(CPU, GIB), steps=2, **more)
+    """Run a point of the small GPT at 48 tokens, all in this process."""
+    return point.run_point("gpt7b", 48, rivals, budget or Budget(CPU, GIB), steps=2, take=point.take_turn, **more)
 
 
 def test_what_fails_takes_no_rival_with_it(monkeypatch):
@@ -37,8 +37,8 @@ def test_what_fails_takes_no_rival_with_it(monkeypatch):
     found = run_point([broken, full, RIVALS["none"], Rival("ds_memo", breaks, {"error": ValueError("no such kernel")})])
     rows = found["rivals"]
     assert found["failures"] == [
-        "gpt7b 48: predicted: ZeroDivisionError: division by zero",
         "gpt7b 48: broken broke: ValueError: no such kernel",
+        "gpt7b 48: predicted: ZeroDivisionError: division by zero",
         "gpt7b 48: ds_memo broke: ValueError: no such kernel",
     ]
     assert "out of memory" in rows["full"]["out"] and [name for name in rows if "median_s" in rows[name]] == ["none"]

@@ -22,7 +22,7 @@ def test_trl_s_million_tokens():
     found = answer(run)
     assert found.seconds == pytest.approx(run["s"], rel=0.05)
     assert found.gib == pytest.approx(run["gib"], rel=0.03)
-    assert answer(run | {"kernel": "fa2"}).seconds == pytest.approx(606, rel=0.06)
+    assert answer(run | {"kernel": "flash"}).seconds == pytest.approx(606, rel=0.06)
 
 
 @pytest.mark.slow

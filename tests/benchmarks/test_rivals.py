@@ -120,6 +120,29 @@ def test_upipe_attends_to_each_group_twice(workload, groups, stock):
         assert attention_calls(installed, trainer) == 2 * 4 * groups
 
 
+@pytest.mark.parametrize("name, calls", [("async_offload", 8), ("axolotl", 4), ("alst, axolotl", 4)])
+def test_axolotl_attends_once(name, calls, stock):
+    """Its outputs are on the host meanwhile: all that layers save, but the last one's."""
+    trainer, *_ = stock("llama8b")
+    with RIVALS[name].on(trainer.model, BUDGET) as installed:
+        assert attention_calls(installed, trainer) == calls
+
+
+@pytest.mark.parametrize("name, outputs", [("async_offload", 0), ("axolotl", 2)])
+def test_all_that_a_layer_saves_is_on_the_host(name, outputs, stock, monkeypatch):
+    """A layer's input, attention's output and its log-sum-exp, of all layers but the last."""
+    trainer, *_ = stock("llama8b")
+    made, tensors_of = [], input_offload.LayerTensors
+    monkeypatch.setattr(input_offload, "LayerTensors", lambda *given: made.append(tensors_of(*given)) or made[0])
+    with RIVALS[name].on(trainer.model, BUDGET) as installed:
+        trainer.gradients(installed)
+        shape, tokens = trainer.model.config, trainer.ids.numel()
+        hidden, scalars = tokens * shape.hidden_size, tokens * shape.num_attention_heads
+        (tensors,) = made
+        assert [x.numel() for x in tensors._on_host.values()] == 3 * [hidden, hidden, scalars][: 1 + outputs]
+        assert not tensors._on_device and not tensors._leaving
+
+
 def rows_beside_its_own(monkeypatch):
     """TiledMLP's backward takes the gradients of other rows."""
     back = ulysses_sp.TiledMLP.backward
@@ -145,16 +168,30 @@ def keys_for_values(monkeypatch):
     monkeypatch.setattr(ring._Own, "exchange_buffers", lambda own, x: sent(own, x.roll(x.numel() // 2)))
 
 
-def another_sign(monkeypatch):
-    """A layer's input comes back with another sign."""
-    load = input_offload.Inputs._load
-    monkeypatch.setattr(
-        input_offload.Inputs, "_load", lambda inputs, number: load(inputs, number) or inputs._on_device[number].tensor.neg_()
-    )
+def another_sign(monkeypatch, number=0):
+    """A layer's input comes back with another sign, or what it saved after that."""
+    load = input_offload.LayerTensors._load
+
+    def loaded(tensors, layer):
+        load(tensors, layer)
+        for place, copied in tensors._on_device.items():
+            if (place.layer, place.number) == (layer, number):
+                copied.tensor.neg_()
+
+    monkeypatch.setattr(input_offload.LayerTensors, "_load", loaded)
 
 
-OFFLOAD = ("async_offload", "alst, async", "upipe", "trl")
+def another_attention(monkeypatch):
+    another_sign(monkeypatch, 1)
+
+
+def another_log_sum_exp(monkeypatch):
+    another_sign(monkeypatch, 2)
+
+
+OFFLOAD = ("async_offload", "alst, async", "upipe", "trl", "axolotl")
 FAULTS = [("alst", rows_beside_its_own), ("upipe", the_first_groups_result), ("trl", keys_for_values)]
+FAULTS += [("axolotl", another_attention), ("alst, axolotl", another_log_sum_exp)]
 
 
 @pytest.mark.parametrize("name, fault", [*FAULTS, *((name, another_sign) for name in OFFLOAD)])

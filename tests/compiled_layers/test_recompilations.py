@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import types
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from transformers import Trainer, TrainingArguments
 
 import ds_memo
 from ds_memo.compiled_layers.layers import Compilers
@@ -134,3 +136,29 @@ def test_gradients_while_alpha_and_length_change() -> None:
         policy.placement = lambda layer, alpha=alpha: Placement(PlacementKind.SWAPPED, alpha)
         batch = Batch.random(2, length)
         assert worst(run(model, batch), run(stock, batch)) <= TOLERANCE
+
+
+# ---- the Hugging Face Trainer, without DeepSpeed
+
+
+@pytest.mark.slow
+def test_torch_compile(tmp_path: Path) -> None:
+    ids = torch.randint(1, VOCAB, (8, 32), generator=torch.Generator().manual_seed(0))
+    data = [{"input_ids": row[:length], "labels": row[:length]} for row, length in zip(ids, 4 * (32, 24), strict=True)]
+    base = build("llama")
+    losses, counts = [], []
+    for memo in (False, True):
+        model = copy.deepcopy(base)
+        handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 0}) if memo else None
+        args = TrainingArguments(
+            str(tmp_path), use_cpu=True, torch_compile=True, torch_compile_backend="aot_eager", max_steps=8, logging_steps=1,
+            per_device_train_batch_size=1, report_to=[], save_strategy="no", disable_tqdm=True,
+        )  # fmt: skip
+        trainer = Trainer(model, args, train_dataset=data)
+        counts.append(recompilations(trainer.train))
+        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert 0 < counts[1].total() <= counts[0].total()
+    assert set(kinds_of_recipes(handle)) == {"CompiledRecipe"}
+    report = handle.report()
+    assert report["bytes_to_host"] > 0 and report["attention_recomputed"] == 0 and not report["warnings"]

@@ -71,14 +71,6 @@ def test_flex_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     compare("flex_attention")
 
 
-def test_once_is_enough() -> None:
-    before = flex.compile_friendly_flex_attention
-    keep_unobserved_attention()
-    once = flex.compile_friendly_flex_attention
-    keep_unobserved_attention()
-    assert flex.compile_friendly_flex_attention is once is not before
-
-
 def test_packages_whose_ops_are_known_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     def function() -> None:
         pass

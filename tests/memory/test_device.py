@@ -52,7 +52,11 @@ def host(monkeypatch):
     ],
 )
 def test_a_card(card, configured, to_come, headroom, expected_gib):
-    assert device_budget(CUDA, configured, to_come, headroom) == pytest.approx(expected_gib * GIB, abs=1)
+    budget = device_budget(CUDA, configured, to_come, headroom)
+    assert budget.nbytes == pytest.approx(expected_gib * GIB, abs=1)
+    assert budget.nbytes == max(0, budget.free - budget.withheld - budget.to_come)
+    assert budget.free == max(0, min(58, (configured or 99) - 12)) * GIB and budget.to_come == to_come
+    assert budget.why == (f"headroom of {headroom:.0%}" if headroom else "" if configured else "for the driver")
     assert device_usage(CUDA) == {"total": 80 * GIB, "free": 50 * GIB, "held": 20 * GIB}
     assert device_usage(CPU) is None
 
@@ -61,9 +65,9 @@ def test_nccl_takes_more_and_a_process_may_be_limited_to_a_part(card, monkeypatc
     with monkeypatch.context() as patch:
         patch.setattr(torch.distributed, "is_initialized", lambda: True)
         patch.setattr(torch.distributed, "get_backend", lambda: "nccl")
-        assert device_budget(CUDA, None, 0, 0.0) == 56 * GIB
+        assert device_budget(CUDA, None, 0, 0.0).nbytes == 56 * GIB
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 0.25)
-    assert device_budget(CUDA, None, 0, 0.0) == int(8 * 0.95 * GIB)  # 20 of 80, less what is in use, and for the driver
+    assert device_budget(CUDA, None, 0, 0.0).nbytes == int(8 * 0.95 * GIB)  # 20 of 80, less what is in use, and for the driver
 
 
 def test_what_the_allocator_lost_is_left_alone(card, monkeypatch):
@@ -71,9 +75,11 @@ def test_what_the_allocator_lost_is_left_alone(card, monkeypatch):
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: peaks)
     monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: [{"is_expandable": False}])
     assert (lost_bytes(CUDA), lost_bytes(CPU)) == (8 * GIB, 0)
-    assert device_budget(CUDA, None, 0, HEADROOM, lost_bytes(CUDA)) == 48 * GIB  # 58 that are free, less 8 and a quarter
-    assert device_budget(CUDA, None, GIB, HEADROOM, GIB) == int(58 * GIB * (1 - HEADROOM)) - GIB
-    assert device_budget(CUDA, None, 0, 0.0, 8 * GIB) == 57 * GIB  # what could be had at most
+    why = "1.25 x 8 GiB lost between blocks of PyTorch's allocator"
+    assert device_budget(CUDA, None, 0, HEADROOM, lost_bytes(CUDA)) == (48 * GIB, 58 * GIB, 10 * GIB, why, 0)
+    little = device_budget(CUDA, None, GIB, HEADROOM, GIB)
+    assert (little.nbytes, little.why) == (int(58 * GIB * (1 - HEADROOM)) - GIB, "headroom of 8%")
+    assert device_budget(CUDA, None, 0, 0.0, 8 * GIB).nbytes == 57 * GIB  # what could be had at most
 
 
 def test_segments_that_expand_lose_nothing(monkeypatch):
@@ -163,11 +169,11 @@ def test_without_a_context_nothing_is_split_and_none_is_made(settings, monkeypat
 
 
 def test_a_cpu_shares_the_host_with_the_other_ranks(host):
-    assert device_budget(CPU, None, 0, HEADROOM) == int(100 * GIB * (1 - HEADROOM)) // 4
-    assert device_budget(CPU, None, GIB, UNSEEN) == int(100 * GIB * (1 - UNSEEN)) // 4 - GIB
-    assert device_budget(CPU, None, 0, 0.0) == 25 * GIB
-    assert device_budget(CPU, None, 500 * GIB, UNSEEN) == 0
-    assert device_budget(CPU, 1.5, 500 * GIB, UNSEEN) == int(1.5 * GIB), "what is configured is for activations"
+    assert device_budget(CPU, None, 0, HEADROOM).nbytes == int(100 * GIB * (1 - HEADROOM)) // 4
+    assert device_budget(CPU, None, GIB, UNSEEN).nbytes == int(100 * GIB * (1 - UNSEEN)) // 4 - GIB
+    assert device_budget(CPU, None, 0, 0.0).nbytes == 25 * GIB
+    assert device_budget(CPU, None, 500 * GIB, UNSEEN).nbytes == 0
+    assert device_budget(CPU, 1.5, 500 * GIB, UNSEEN).nbytes == int(1.5 * GIB), "what is configured is for activations"
 
 
 def test_states_that_the_first_step_will_make():
@@ -184,8 +190,8 @@ def test_states_that_the_first_step_will_make():
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_this_card():
-    before = device_budget(CUDA, None, 0, HEADROOM)
+    before = device_budget(CUDA, None, 0, HEADROOM).nbytes
     held = torch.empty(GIB, dtype=torch.uint8, device=CUDA)
-    after = device_budget(CUDA, None, 0, HEADROOM)
+    after = device_budget(CUDA, None, 0, HEADROOM).nbytes
     assert before - after == pytest.approx(GIB * (1 - HEADROOM), rel=0.05)
     del held

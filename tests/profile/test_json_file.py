@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 
 from ds_memo.profile.json_file import ProfileError, from_json, to_json
+from ds_memo.profile.layer_sample import AttentionSample
 from ds_memo.profile.run_profile import LayerProfile
 from tests.placements import swapped_at
 from tests.profile.samples import make_profile, make_sample
 
 
 def data() -> dict[str, Any]:
-    kind = LayerProfile("layer 0", (make_sample(64), make_sample(128), make_sample(256)))
+    kind = LayerProfile("layer 0", (make_sample(64), make_sample(128), make_sample(256)), AttentionSample(1, 512, 1e-3, 2e-3))
     return json.loads(to_json(dataclasses.replace(make_profile(), kinds=(kind,))))
 
 
@@ -26,13 +27,7 @@ def test_there_and_back() -> None:
     text = json.dumps(data())
     profile = from_json(text)
     assert from_json(to_json(profile)) == profile
-    assert profile.kinds[0].check == make_sample(256)
-
-
-def test_a_file_from_before_ranks_shared_sequences() -> None:
-    old = data()
-    del old["ranks_per_sequence"]
-    assert from_json(json.dumps(old)).ranks_per_sequence == 1
+    assert profile.kinds[0].check == make_sample(64)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +84,7 @@ def test_anything_damaged_is_refused_or_does_no_harm() -> None:
 @pytest.mark.parametrize(
     "path, value, says",
     [
-        (("format",), 3, "no profile of format 11"),
+        (("format",), 3, "no profile of format 12"),
         (("kinds", 0, "samples", 0, "forward_s"), math.nan, "forward_s is nan, expected a number from 0 on"),
         (("d2h_bytes_per_s",), 0.0, "contradict each other"),
         (("layers",), [0] * 100_000, "100,000 layers, the most is 65,536"),

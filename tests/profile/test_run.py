@@ -9,24 +9,9 @@ import pytest
 import torch
 
 from ds_memo.distributed.agree import Failed, on_this_rank
-from ds_memo.profile import run
+from ds_memo.profile import run, stopwatch
 from ds_memo.remat.layer import Layer
 from tests.profile.samples import make_sample
-
-
-def test_the_device_is_awake_before_anything_is_measured(monkeypatch):
-    """A first profile starts on an idle GPU, and the cache keeps its times."""
-    order = []
-
-    def measured(*args):
-        order.append("measured")
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(run, "_wake", lambda device: order.append(f"woken {device}"))
-    monkeypatch.setattr(run, "_measure_kind", measured)
-    with pytest.raises(KeyboardInterrupt):
-        run.take_profile(types.SimpleNamespace(calls=[0], device=torch.device("cuda", 0)))
-    assert order == ["woken cuda:0", "measured"]
 
 
 def test_times_of_a_gpu_that_was_woken_otherwise_are_not_used_again(monkeypatch):
@@ -34,35 +19,25 @@ def test_times_of_a_gpu_that_was_woken_otherwise_are_not_used_again(monkeypatch)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
     asked = run.Asked([], {}, "fit", {}, {}, torch.device("cuda", 0), host_budget=0, warn=print)
     key = asked.key()
-    assert key["conditions"] == {"waking_s": run.WAKING_S, "host_span": run.SPAN}
-    monkeypatch.setattr(run, "WAKING_S", 0.3)
+    assert key["conditions"] == {"sustained_s": stopwatch.SUSTAINED_S, "host_span": run.SPAN}
+    monkeypatch.setattr(stopwatch, "SUSTAINED_S", 0.3)
     assert asked.key() != key
     assert replace(asked, device=torch.device("cpu")).key()["conditions"] == {}
 
 
 @pytest.mark.parametrize(
     ("fewer_at", "used", "told"),
-    [((), (1024, 2048, 4096), None), ((0,), (2048, 4096), "other sizes than the lines say"), ((0, 1), (4096,), "other tensors")],
+    [((), (1024, 2048, 4096), None), ((0,), (2048, 4096), "other sizes at 1024"), ((0, 1), (4096,), "other tensors")],
 )
 def test_lengths_at_which_a_layer_keeps_fewer_tensors(fewer_at, used, told):
     """With few tokens, no token visits some experts."""
     samples = [make_sample(length) for length in (1024, 2048, 4096)]
     samples = [replace(s, outputs=s.outputs[:-1]) if i in fewer_at else s for i, s in enumerate(samples)]
     warned = []
-    profile = run._profile("a layer", samples, 4096, warned.append)
+    profile = run._profile("a layer", samples, warned.append)
     assert tuple(sample.length for sample in profile.samples) == used
     profile.costs(1, 8192)
     assert [told in said for said in warned] == ([True] if told else [])
-
-
-@pytest.mark.parametrize("full, told", [(4096, False), (8191, False), (8192, True), (1 << 20, True)])
-def test_times_off_the_lines_are_told_where_lines_reach_far(full, told):
-    """The shorter two take as long as the host needs to launch their kernels."""
-    samples = [replace(make_sample(length), forward_s=forward_s) for length, forward_s in ((1024, 9), (2048, 10), (4096, 20))]
-    warned = []
-    profile = run._profile("a layer", samples, full, warned.append)
-    assert [sample.length for sample in profile.samples] == [2048, 4096]
-    assert ["% off the lines through 1024 and 2048" in said for said in warned] == [True] * told
 
 
 @pytest.mark.parametrize(
@@ -82,7 +57,8 @@ def test_a_layer_that_takes_no_other_length_than_its_own(method, least, used, mo
     call = types.SimpleNamespace(layer=Layer(0, "blocks.0", module), batch=1)
     asked = types.SimpleNamespace(
         calls={0: call}, method=method, lengths={0: (1024, 2048, 4096) if method == "fit" else (5000,)}, full={0: 5000},
-        attention=None, device=torch.device("cpu"), in_tiles=False, warn=warned.append, progress=str, do=on_this_rank,
+        attention=None, device=torch.device("cpu"), in_tiles=False, run_length=0, warn=warned.append, progress=str,
+        do=on_this_rank,
     )  # fmt: skip
     if used is None:
         with pytest.raises(Failed, match="the required shape 9999"):

@@ -16,7 +16,7 @@ import ds_memo
 from ds_memo.remat import cudnn, diagnostics
 from ds_memo.remat.recipe import Observed
 from ds_memo.remat.replay import Replay
-from tests.attention_kernels import KERNELS, cuda_kernels, packed
+from tests.attention_kernels import KERNELS, cuda_kernels, packed_by
 from tests.everyday import everyday, pairs
 from tests.faults import put_in
 from tests.models import (
@@ -87,11 +87,13 @@ class Masked(Block):
 class Packed(Block):
     """Documents of different lengths behind each other, with dropout."""
 
+    kernel: str
+
     def attend(self, x: torch.Tensor) -> torch.Tensor:
         b, s, _ = x.shape
         qkv = self.qkv(self.norm1(x)).view(b * s, 3, HEADS, -1).unbind(1)
         borders = torch.tensor([0, 7, 40, 41, b * s], dtype=torch.int32)
-        return self.o(packed(*qkv, borders, 0.2).reshape(b, s, HIDDEN))
+        return self.o(packed_by(self.kernel, *qkv, borders, 0.2).reshape(b, s, HIDDEN))
 
 
 ALL = ("cudnn", "flash", "efficient")
@@ -102,7 +104,7 @@ CASES: dict[str, tuple[tuple[str, ...], Callable[[], nn.Module]]] = {
     "masked": (("cudnn", "efficient"), functools.partial(toy, Masked)),
     "biased": (("cudnn", "efficient"), functools.partial(toy, Fixed)),
     "bias trains": (("efficient",), functools.partial(toy, Biased)),
-    "packed": (("flash",), functools.partial(toy, Packed)),
+    "packed": (ALL, functools.partial(toy, Packed)),
     "llama": (ALL, functools.partial(build, "llama")),
     "mistral": (("cudnn", "efficient"), functools.partial(build, "mistral")),
 }
@@ -115,6 +117,11 @@ PRODUCTS = sorted({DAILY, *((*pair, (0, 1 + i % 4)[i // 4 % 2]) for i, pair in e
 
 def drive(model: nn.Module, number: int) -> Outcome:
     return step(model, BATCH)
+
+
+@pytest.fixture(autouse=True)
+def packed_kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Packed, "kernel", request.node.callspec.params["kernel"], raising=False)
 
 
 def to_the_bit(got: Outcome, want: Outcome, tolerance: float) -> None:
@@ -163,18 +170,20 @@ def test_a_wrong_output_would_show(kernel: str, what: str, monkeypatch: pytest.M
 
 
 @pytest.mark.slow
-def test_a_generator_that_does_not_move_on_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kernel", ["cudnn"])
+def test_a_generator_that_does_not_move_on_would_show(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Dropout behind attention would draw the numbers that attention drew."""
     monkeypatch.setattr("ds_memo.remat.replay.generator_of", lambda device: torch.Generator())
-    with cuda_kernels("cudnn"), pytest.raises(Different):
+    with cuda_kernels(kernel), pytest.raises(Different):
         compare_with_stock(CASES["dropout"][1](), drive, SETTINGS[0])
 
 
 @pytest.mark.slow
-def test_attention_that_is_not_kept_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kernel", ["flash"])
+def test_attention_that_is_not_kept_would_show(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its gradients are right, and both counts tell."""
     monkeypatch.setattr(Observed, "note_hidden_writes", Observed.recompute_attention)
-    with cuda_kernels("flash") as ran:
+    with cuda_kernels(kernel) as ran:
         report = compare_with_stock(CASES["causal"][1](), drive, SETTINGS[0])
         assert sum(not op.endswith("_backward") for op in ran) == 3 * 3 * LAYERS
         assert report["attention_recomputed"] == 3 * LAYERS
@@ -246,21 +255,23 @@ def in_way(model: nn.Module, way: str, monkeypatch: pytest.MonkeyPatch, limit: i
 
 
 CALLS = [("causal", 4), ("causal", 3), ("grouped", 2), ("grouped", 1), ("llama", 2)]
-IN_WAYS = [(*call, [*WAYS][number % 4]) for number, call in enumerate(CALLS)]
-"""Models, heads in a call, and a way each."""
+IN_WAYS = [(*call, [*WAYS][(number + more) % 4]) for number, call in enumerate(CALLS) for more in (0, 2)]
+"""Models, heads in a call, and two ways each."""
 
 
+@pytest.mark.parametrize("kernel", ["cudnn"])
 @pytest.mark.parametrize("name, each, way", IN_WAYS)
-def test_cudnn_gets_few_heads_at_a_time(way: str, name: str, each: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cudnn_gets_few_heads_at_a_time(kernel: str, way: str, name: str, each: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four heads, `each` in a call; also with two heads to a key head."""
     limit = ALL_HEADS * each // HEADS
     sizes, report = in_way(BUILDS[name](), way, monkeypatch, limit)
     assert max(sizes) <= limit and sizes and not [said for said in report["warnings"] if "cuDNN" in said]
 
 
+@pytest.mark.parametrize("kernel", ["cudnn"])
 @pytest.mark.parametrize("way", ["whole", "tiles"])
 @pytest.mark.parametrize("why, limit", [("a mask of 64 queries", 1 << 29), ("elements of queries", 1 << 9)])
-def test_another_kernel_than_cudnns(way: str, why: str, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_kernel_than_cudnns(kernel: str, way: str, why: str, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """For a mask of 64 tokens of 128, and for a head that is too large by itself."""
     masked = why.startswith("a mask")
     model = tiled.toy(Masked if masked else Block)
@@ -271,7 +282,8 @@ def test_another_kernel_than_cudnns(way: str, why: str, limit: int, monkeypatch:
     assert why in said
 
 
-def test_calls_that_nothing_can_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kernel", ["cudnn"])
+def test_calls_that_nothing_can_cut(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """An op that is called by name."""
     monkeypatch.setattr(diagnostics, "CUDNN_ELEMENTS", 1 << 9)
     model = tiled.toy()
@@ -282,10 +294,11 @@ def test_calls_that_nothing_can_cut(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", ALL)
-def test_dropout_of_attention_is_the_forwards(kernel: str) -> None:
+@pytest.mark.parametrize("groups, alpha", [(1, 1.0), (2, 0.0)])
+def test_dropout_of_attention_is_the_forwards(kernel: str, groups: int, alpha: float) -> None:
     """Gradients are the slope of the very function that the forward computed. Kernels drop by the number of the head."""
     model = tiled.toy(lambda: Block(attention_dropout=0.2)).double()
-    with cuda_kernels(kernel), tiled.attached(model, quiet=True, alpha=0.5, groups=2) as handle:
+    with cuda_kernels(kernel), tiled.attached(model, quiet=True, alpha=alpha, groups=groups) as handle:
         by_gradients, by_values = slope(model, BATCH, seed=1)
         assert by_gradients == pytest.approx(by_values, rel=1e-5)
         assert tiled.tiled_layers(handle) == [0, 1]

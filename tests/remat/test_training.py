@@ -117,6 +117,31 @@ def test_dropout_of_a_product_that_the_replay_leaves_out(config: dict, monkeypat
     assert len(analyses) == LAYERS
 
 
+@every_config
+def test_work_that_settles_is_analysed_no_more(config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer's first calls, and one later call, each differ from the call before."""
+    unlike = [0, 1, 2, 3, 1, 2, 3] + [0] * 6 + [1] + [0] * 3
+    analyses: list[int] = []
+    put_in(monkeypatch, recorded, "Analyse", lambda right, *args: analyses.append(number) or right(*args))
+
+    class Varies(Lines):
+        def forward(self, x: torch.Tensor, products: int) -> torch.Tensor:
+            y = F.gelu(self.a(self.norm(x)))
+            for _ in range(products):
+                y = F.gelu(self.c(y))
+            return x + self.b(y)
+
+    def varied(model: nn.Module, step_number: int) -> Outcome:
+        nonlocal number
+        number = step_number
+        return step(model, BATCH, products=unlike[number])
+
+    number = 0
+    compare_with_stock(toy(Varies, layers=1), varied, config | {"resident_layers": 0}, steps=len(unlike))
+    # Calls 1, 3 and 5 leave recipes. From 6 on all are analysed, until three in a row equal the one before. Call 13 leaves one.
+    assert analyses == [0, 2, 4, *range(6, 11), 14], analyses
+
+
 def test_gemms_behind_a_departure_are_counted() -> None:
     """Every other call leaves the recipe at its second product."""
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from ds_memo.sequence.parts import contiguous, cut, even
+from ds_memo.sequence.striped import Striped
 from ds_memo.spans import spans
 from tests.sequence.layouts import SHAPES, of_all, striped
 
@@ -104,3 +105,17 @@ def test_cut_even_and_contiguous():
         lengths = even(length, ranks)
         assert sum(lengths) == length and max(lengths) - min(lengths) <= 1 and lengths == sorted(lengths, reverse=True)
         assert [tokens_of(one) for one in contiguous(lengths)] == [part.tolist() for part in torch.arange(length).split(lengths)]
+
+
+def test_arguments_move_once_but_for_trained_leaves(monkeypatch):
+    moved = []
+    monkeypatch.setattr(Striped, "enter", lambda order, x: moved.append(x) or x * 1)
+    (order,) = striped(of_all(1, 1, 8), 2)
+    leaf = torch.ones(1, 8, 3, requires_grad=True)
+    for _ in range(2):  # two steps: the first's graph is gone in the second
+        of_step, positions = leaf * 2, torch.arange(8)[None]
+        found = [order.argument(x, 1) for _ in range(2) for x in (leaf, of_step, positions)]
+        sum(x.sum() for x in found).backward()
+    assert len(moved) == 2 * 4 and torch.equal(leaf.grad, torch.full_like(leaf, 2 * (2 + 4)))
+    del found, of_step, positions, moved[:]
+    assert not len(order._arguments)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from ds_memo.errors import MemoError
+from ds_memo.placement import SWAPPED
 from ds_memo.swap.frame import Frame
 from ds_memo.swap.pinned_segments import PAGE
 from ds_memo.swap.streams import COMPUTE, D2H, H2D, ThreadStreams
@@ -74,6 +75,38 @@ def test_a_kept_tensor_keeps_the_value_it_had(resident, under_way):
         assert second.unique().tolist() == [7.0]
     assert tensor.unique().tolist() == [2.0]
     assert len(others) == 3
+
+
+def test_from_the_second_call_on_a_change_waits_for_its_own_copy_alone():
+    """A layer that returns its router's choice: copies of later tensors go on."""
+    waited, streams = [], ThreadStreams()
+    rig, wait = Rig(streams), streams.wait
+    streams.wait = lambda stream, event: (waited.append(event), wait(stream, event))
+    tensors = [torch.ones(8, 64) for _ in range(3)]
+    layout = rig.begin(tensors).layout
+    marks = []
+    for _ in range(2):
+        frame = rig.engine.begin("x", SWAPPED)
+        rig.engine.adopt(frame, layout)
+        for kept, tensor in zip(layout.kept, tensors, strict=True):
+            rig.engine.keep(frame, kept, tensor)
+        waited.clear()
+        rig.engine.about_to_change(frame, tensors[0])
+        marks.append(waited == [frame.copied.get(0)])
+        rig.engine.end(frame)
+        assert 0 not in frame.device and 1 in frame.device
+    assert marks == [False, True]
+
+
+def test_an_aborted_frame_that_sent_nothing_waits_for_no_copy(rig):
+    """An evaluation with gradients: copies of the layer before it go on."""
+    rig.layer()
+    frame = rig.begin([torch.ones(8, 64)])
+    rig.engine.keep(frame, frame.layout.kept[0], torch.ones(8, 64))
+    waited = []
+    rig.streams.wait = lambda stream, event: waited.append(stream)
+    rig.engine.abort(frame)
+    assert waited == []
 
 
 def test_an_unannounced_change_raises_each_time(rig):

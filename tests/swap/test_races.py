@@ -74,6 +74,19 @@ def test_random_schedules_are_ordered_by_events_and_waits(way, group, tmp_path):
         assert not differing(ours, run(way, seed, ThreadStreams())[0] if way == "tiles" else by_host(seed)[0])
 
 
+@pytest.mark.slow
+def test_random_schedules_over_blocks_of_many_pieces():
+    """Every kept tensor crosses borders, and its copies come late: every bit is the same."""
+    crossed = Crumbs.crossed
+    for seed in SEEDS["whole"][:6]:
+        checker = OrderedStreams()
+        late = run("whole", seed, DelayedStreams(seed, delays_s=(0.0, 1e-5, 1e-4)), slab=Crumbs)[0]
+        assert not differing(late, by_host(seed)[0])
+        assert not differing(run("whole", seed, checker, slab=Crumbs)[0], by_host(seed)[0])
+        checker.verify()
+    assert Crumbs.crossed > crossed
+
+
 # ---- stories that need one wait each
 
 IN_TILES = [scenarios.train, scenarios.raise_in_a_layer, scenarios.drop_on_the_way_back, scenarios.abandon_reloads]

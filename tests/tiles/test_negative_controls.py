@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 from ds_memo.remat.op_policy import ATTENTION
+from ds_memo.remat.recipe import Recipe
 from ds_memo.spans import Span
 from ds_memo.swap.engine import SwapEngine
-from ds_memo.tiles import layer, modes, recipes, tile_runs, tiling
+from ds_memo.tiles import layer, modes, tile_runs, tiling
 from ds_memo.tiles.check import probe, refuse
 from ds_memo.tiles.layer import TiledCall
 from tests.everyday import everyday
@@ -84,7 +85,7 @@ FAULTS: dict[Callable[..., Any], tuple[Any, str]] = {
     boundary_off_by_one: (tiling, "Arguments"),
     neighbours_frame: (SwapEngine, "keep"),
     wrong_group_of_heads: (modes.SupplyHeads, "_supplied"),
-    leave_out_a_product_of_the_pre: (recipes.TileRecipe, "pre_backward"),
+    leave_out_a_product_of_the_pre: (Recipe, "pre_backward"),
 }
 FAMILY = {leave_out_a_product_of_the_pre: "qwen3"}
 """Llama's queries are not needed for the backward of its rotary embedding; Qwen-3's norm needs them."""
