@@ -3,8 +3,8 @@
     forward   a kept output is copied out as soon as it exists (event on compute, d2h waits for it);
               compute waits for the copies of frame i when layer i+2 begins, and frame i's device memory is freed.
     backward  the replay of frame i+1 issues the reload of frame i into a fresh buffer, after compute's event at that point;
-              the replay of frame i makes compute wait for it. Frames that come back with their first tensor alone are
-              small: of these two are on their way at once, so that the large one below them has twice as long.
+              the replay of frame i makes compute wait for it. Of frames that come back with a small first tensor
+              alone two are on their way at once, so that the large one below them has twice as long.
 
 Device bytes: the resident frames, two swapped frames on their way out, two buffers on their way back, never more. A buffer is
 allocated on the compute stream when its reload is issued, and lives as long as a tensor refers to it. So frame i usually gets
@@ -373,12 +373,12 @@ class SwapEngine:
             self.streams.record(tensor, stream)
 
     def _next_frames(self, frame: Frame) -> list[Frame]:
-        """Return the frames to reload during the backward of this one: the next below it, and where both are small one more.
+        """Return the frames to reload during the backward of this one: the next below it, and where both come small one more.
 
-        A frame's first tensor takes half of its buffer at most, so no more bytes are on the device than with two buffers.
+        So no more bytes are on the device than two buffers take.
         """
         below = self._next_below(frame)
-        after = self._next_below(below) if below is not None and frame.first_only and below.first_only else None
+        after = self._next_below(below) if below is not None and frame.comes_small and below.comes_small else None
         return [found for found in (below, after) if found is not None]
 
     def _next_below(self, frame: Frame) -> Frame | None:

@@ -10,7 +10,7 @@ from tests.benchmarks.emulated import NEEDED, no_emulated_process_hangs  # noqa:
 
 LENGTH = 1 << 18
 REST_S = {"trl": 0.99, "ours": 0.775}
-"""Of a step: GEMMs, head and loss, the optimizer. No kernel of attention changes it."""
+"""Seconds of a step in GEMMs, head and loss, the optimizer. No kernel of attention changes it."""
 OPS = {
     "trl": {"cudnn": "_scaled_dot_product_cudnn_attention", "flash_attn_3": "_scaled_dot_product_flash_attention"},
     "ours": {

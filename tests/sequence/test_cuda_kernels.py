@@ -19,6 +19,8 @@ from tests.attention_kernels import cuda_kernels
 from tests.everyday import everyday
 from tests.sequence.test_kernels import MASKS, differences, layout
 
+chosen: set[str] = set()
+"""Kernels of ds_memo's own calls. What ran may be the stock model's."""
 TOLERANCE = 1e-5
 """Log-sum-exps are in float32, as all else here."""
 CARDS = {"hopper": (9, 0), "ampere": (8, 0), "turing": (7, 5)}
@@ -37,9 +39,12 @@ def card(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], configured: str | None = None, **changed: Callable[..., Any]
 ) -> Iterator[list[str]]:
     """Have calls on the CPU choose and run kernels as on such a card, in half precision; yield the kernels that ran."""
+    chosen.clear()
 
     def kernel_for(call: choice.Attention, device: torch.device) -> choice.AttentionKernel:
-        return choice.attention_kernel(call._replace(dtype="bfloat16"), capability, configured=configured)
+        found = choice.attention_kernel(call._replace(dtype="bfloat16"), capability, configured=configured)
+        chosen.add(found.name)
+        return found
 
     monkeypatch.setattr(kernels, "kernel_for", kernel_for)
     with cuda_kernels("cudnn", **changed) as ran:
