@@ -32,7 +32,7 @@ SOLVED = {
 }
 """Width, GiB of the device and of the host; the tokens that ds_memo is to train with nothing set."""
 HYBRIDS = ("qwen3next 16/64", "nemotronh 16/64", "qwen3next 24/115", "nemotronh 24/115")
-RIVALS = ("async_offload", "trl", "alst, async", "alst", "upipe", "ds_memo, tiles")
+RIVALS = ("async_offload", "trl", "axolotl", "alst, axolotl", "alst, async", "alst", "upipe", "ds_memo, tiles")
 BESIDE = ("alst", "upipe")
 """Rivals whose longest length ds_memo's is divided by."""
 RIVALS_OF_HYBRIDS = ("hf_offload", MIXERS_WHOLE, PLANNED)

@@ -137,6 +137,10 @@ def async_offload(model: nn.Module, budget: Budget, keep_attention: bool = False
                 del layer._gradient_checkpointing_func
 
 
+axolotl = functools.partial(async_offload, keep_attention=True)
+"""Axolotl's way since July 2026."""
+
+
 @contextlib.contextmanager
 def trl(model: nn.Module, budget: Budget) -> Iterator[Installed]:
     """TRL's example of a million tokens (trl#6846): PyTorch's ring attention, and checkpointing with the copies of async_offload.
@@ -178,11 +182,19 @@ def alst(
         offload: installs checkpointing.
         tiled: given an MLP's forward and its parameters, returns a forward in tiles.
     """
-    with contextlib.ExitStack() as patches, offload(model, budget) as installed:
+    with contextlib.ExitStack() as patches, fused_norms(model, budget, offload) as installed:
         for name, module in model.named_modules():
             if name.endswith(".mlp"):
                 patches.enter_context(_forward(module, tiled(module.forward, list(module.parameters()))))
-            elif type(module).__name__.endswith("RMSNorm"):
+        yield installed
+
+
+@contextlib.contextmanager
+def fused_norms(model: nn.Module, budget: Budget, offload: Callable[..., Any]) -> Iterator[Installed]:
+    """A rival with each RMSNorm as one kernel."""
+    with contextlib.ExitStack() as patches, offload(model, budget) as installed:
+        for module in model.modules():
+            if type(module).__name__.endswith("RMSNorm"):
                 patches.enter_context(_forward(module, functools.partial(_fused_norm, module)))
         yield installed
 
@@ -284,8 +296,9 @@ _ALL = (
     Rival("async_offload", async_offload),
     Rival("trl", trl),
     Rival("alst, async", alst, {"offload": async_offload}),
-    Rival("axolotl", async_offload, {"keep_attention": True}),
-    Rival("alst, axolotl", alst, {"offload": functools.partial(async_offload, keep_attention=True)}),
+    Rival("axolotl", axolotl),
+    Rival("axolotl, fused norms", fused_norms, {"offload": axolotl}),
+    Rival("alst, axolotl", alst, {"offload": axolotl}),
     Rival("upipe", upipe),
     Rival("ds_memo", memo, warm_up=3),
     Rival("ds_memo, expandable", memo, warm_up=3, expandable=True),

@@ -205,8 +205,8 @@ def train(options: argparse.Namespace) -> list[dict[str, Any]]:
         import ds_memo
 
         report = ds_memo.report(step.engine)
-        kept = ("alpha", "tiles", "resident_layers", "binding", "step_s", "predicted", "stall_s", "host", "warnings")
-        rows[-1] |= {name: report[name] for name in kept}
+        kept = ("attention_kernel", "alpha", "tiles", "resident_layers", "binding", "step_s", "predicted", "stall_s", "host")
+        rows[-1] |= {name: report[name] for name in (*kept, "warnings")}
     return rows
 
 
