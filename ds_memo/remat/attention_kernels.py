@@ -249,11 +249,12 @@ class _Route:
 
     def _serves(self, given: dict[str, Any]) -> bool:
         q, v = given["query"], given["value"]
-        others = "return_debug_mask", "alibi_slopes", "seqused_k", "block_table", "num_splits"
+        others = "return_debug_mask", "alibi_slopes", "seqused_k", "block_table", "num_splits"  # not proved for the packages
         windows = (given.get(f"window_size_{side}") for side in ("left", "right"))
         mask = PLAIN if all(window in (None, -1) for window in windows) else WINDOW
         call = described(q, v, mask, dropout=bool(given.get("dropout_p")))
-        return not any(given.get(name) for name in others) and not flash_refusal(self._name, call, self._capability)
+        plain = all(given.get(name) is None or given.get(name) is False for name in others)
+        return plain and not flash_refusal(self._name, call, self._capability)
 
 
 def _check(device: torch.device) -> None:

@@ -268,7 +268,7 @@ def test_copies_that_are_slower_than_profiled(costs: Any, link: float, slow: boo
         optimizer.step()
     changes = handle.report()["profile"]["changes"]
     if slow:
-        assert alphas[0] == alphas[5] > alphas[6] == alphas[7]
+        assert alphas[0] == alphas[3] > alphas[4] == alphas[7]
         assert len(changes) == 1 and re.match(r"alpha lowered from .* of the profiled bandwidth", changes[0])
     else:
         assert len(set(alphas)) == 1 and changes == []

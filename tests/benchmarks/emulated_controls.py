@@ -17,12 +17,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import ds_memo
 from benchmarks import emulator
 from benchmarks.emulated_order import Unordered
 from benchmarks.emulated_process import run_emulated, without_values
 from benchmarks.emulated_time import Clock, keeping_time
+from ds_memo.autotune.kernel_seconds import KernelSeconds
 from ds_memo.estimate import hardware
 from ds_memo.nvme.direct_files import DirectFiles
+from ds_memo.profile import attention_alone, stopwatch
+from ds_memo.profile import layer as layer_profile
 from ds_memo.swap.host_pool import HostPool
 from ds_memo.swap.host_slab import HostSlab
 from ds_memo.swap.stream_protocol import D2H
@@ -130,6 +134,54 @@ def compute_streams(clock: Clock, *models: str, guarded: bool = True) -> dict[st
     return found
 
 
+# ---- a card that cannot keep up its clock
+
+
+def slowing_down(clock: Clock, sustained: bool = False, learns: bool = True, **memo: Any) -> list[Any]:
+    """Train on a card that takes 18 % longer after 0.2 s of work without a pause, as an H200 does.
+
+    Args:
+        sustained: True: the profile works as long before each sample, and attention runs alone. False: the host pauses there.
+        learns: False: training corrects no prediction.
+
+    Returns:
+        A row for each step: the milliseconds of its layers, predicted and measured, and what was changed.
+    """
+    clock.boost(0.2, 1.18)
+    clock.link_share(4.0)  # layers are what binds
+    warm_up = layer_profile.sustain
+
+    def after_a_pause(*args: Any) -> None:
+        torch.cuda.synchronize()
+        clock.host_waits_until(clock.now() + 0.1)
+        warm_up(*args)
+
+    layer_profile.sustain = attention_alone.sustain = after_a_pause
+    if sustained:
+        stopwatch.SUSTAINED_S = 0.4
+    else:
+        attention_alone.MOST_S = 0.0
+    if not learns:
+        KernelSeconds.measured = lambda *_: None  # type: ignore[method-assign]
+    model = OnStreams([Block(2048) for _ in range(6)], [torch.cuda.default_stream()]).to(DEVICE, torch.bfloat16)
+    x = torch.randn(1, 32768, 2048, device=DEVICE, dtype=torch.bfloat16)
+    optimizer, rows = torch.optim.SGD(model.parameters(), lr=0.0), []
+    handle = ds_memo.attach(model, {"device_memory_gib": 3} | memo)
+    for _ in range(8):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        model(x).backward()
+        end.record()
+        end.synchronize()
+        report = handle.report()
+        row = {"predicted": 1e3 * report["predicted"]["layers_s"], "measured": begin.elapsed_time(end), "tiles": report["tiles"]}
+        rows.append(row | report["profile"])
+        optimizer.step()
+        optimizer.zero_grad()
+    handle.detach()
+    return rows
+
+
 # ---- several devices
 
 
@@ -166,6 +218,10 @@ CASES: dict[str, Callable[[Clock], Any]] = {
     "item": item_in_a_hook,
     "streams": compute_streams,
     "inside a layer, unguarded": lambda clock: compute_streams(clock, "inside a layer", guarded=False),
+    "slows down": lambda clock: slowing_down(clock, tile_tokens=0),
+    "slows down, uncorrected": lambda clock: slowing_down(clock, learns=False, tile_tokens=0),
+    "slows down, after work": lambda clock: slowing_down(clock, sustained=True, learns=False, tile_tokens=0),
+    "slows down, in tiles": lambda clock: slowing_down(clock, tile_tokens=4096),
     "second device": threads_of_the_second_device,
     "layers in turn, unguarded": lambda clock: compute_streams(clock, "layers in turn", guarded=False),
 }

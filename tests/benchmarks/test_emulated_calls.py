@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -87,3 +88,15 @@ def test_a_rank_makes_no_context_on_another_ranks_device(
 
 
 # ---- host memory that cannot be locked
+
+
+def test_where_cuda_refuses_to_lock_host_memory_layers_are_recomputed_and_solved_for_less(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """The negative control is every other step in here."""
+    memo = json.dumps({"device_memory_gib": 16, "host_memory_gib": 32})
+    *_, last = ran(capfd, "step", "gpt7b", "32768", "--memo", memo, "--lock-gib", "2")
+    (warning,) = last["warnings"]
+    assert re.search(r"^layer calls are recomputed .*: cudaHostRegister refused [\d.]+ GiB \(out of memory\)", warning)
+    (change,) = (change for change in last["changes"] if change.startswith("host budget lowered to"))
+    assert 1 < float(re.search(r"to ([\d.]+) GiB", change)[1]) <= 2 and "cudaHostRegister refused" in change

@@ -203,7 +203,7 @@ def test_how_far_a_rival_gets(rival: str, device_gib: int, host_gib: int, tokens
 def test_nothing_waits_for_the_copies_of_layer_inputs(name: str, capfd: pytest.CaptureFixture[str]) -> None:
     """A step takes as long with a link that is a tenth slower. `hf_offload` copies on the compute stream, and takes longer."""
     took = {rival: ran(capfd, "step", "gpt7b", "16384", "--rival", rival, "--slow-link", "0.9") for rival in (name, "hf_offload")}
-    fast, slow = ({rival: rows[at]["ms"] for rival, rows in took.items()} for at in (6, -1))
+    fast, slow = ({rival: rows[at]["ms"] for rival, rows in took.items()} for at in (emulator.SLOW_AFTER - 1, -1))
     assert slow[name] == pytest.approx(fast[name], rel=1e-3)
     assert slow["hf_offload"] > 1.005 * fast["hf_offload"]
 

@@ -64,8 +64,11 @@ class TestFourRanks(DistributedTest):
 
     world_size = 4
 
-    def test_four_ranks(self, monkeypatch):
-        matrix.run([*matrix.quick_cases(2)[1:2], *matrix.quick_cases(4)[3:4]])
+    @pytest.mark.parametrize("ranks_per_sequence, case", [(2, 1), (4, 3)])
+    def test_four_ranks(self, ranks_per_sequence, case):
+        matrix.run([matrix.quick_cases(ranks_per_sequence)[case]])
+
+    def test_two_by_two(self, monkeypatch):
         monkeypatch.setattr(matrix, "LENGTH", 35)
         matrix.run([replace(case, ulysses=2) for case in matrix.quick_cases(4)[1:4:2]])
 

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import copy
+import os
 import re
-from collections.abc import Callable
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +21,7 @@ import torch.nn.functional as F
 from deepspeed.linear import LoRAConfig
 from deepspeed.linear.optimized_linear import OptimizedLinear
 from torch import nn
+from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 import ds_memo
@@ -166,6 +171,11 @@ class TestUnevenRanks(DistributedTest):
         assert train(engine, lengths) == pytest.approx(want, rel=1e-6)
         assert engine.memo.report()["tiles"]["layers"] == [0, 1, 2, 3] and not engine.memo.report()["warnings"]
 
+    def test_inputs_that_do_not_show_their_length(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A forward is probed, which gathers the embedding, on both ranks if it is on one."""
+        monkeypatch.setattr("ds_memo.autotune.probe_forward.hidden_shape", lambda shapes, hidden, others: None)
+        self.test_a_length_that_is_new_to_one_rank()
+
     def test_nothing_fits_one_rank(self) -> None:
         """The other is told, and does not wait for it."""
         engine = start(3, device_memory_gib=NOTHING_LONG)
@@ -216,6 +226,24 @@ class TestUnevenRanks(DistributedTest):
         assert comparable == [dist.get_rank() == 0] * 3
 
 
+@contextmanager
+def frozen_store() -> Iterator[torch.distributed.TCPStore]:
+    """A client of a store in a process that does not run."""
+    port, said = os.pipe()
+    if (process := os.fork()) == 0:
+        server = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        os.write(said, b"%d" % server.port)
+        time.sleep(60)
+        os._exit(0)
+    try:
+        client = torch.distributed.TCPStore("127.0.0.1", int(os.read(port, 9)), is_master=False)
+        os.kill(process, signal.SIGSTOP)
+        yield client
+    finally:
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
+
+
 class TestMissingRanks(DistributedTest):
     world_size = 2
     exec_timeout = 60
@@ -234,11 +262,26 @@ class TestMissingRanks(DistributedTest):
             assert agree.store.heard(["ended"], 30) == [""]
         dist.destroy_process_group()
 
+    def test_a_store_in_a_frozen_rank_is_not_waited_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(agree.store, "ANSWER_S", 0.1)
+        _set_pg_timeout(timedelta(seconds=1), torch.distributed.group.WORLD)
+        with frozen_store() as client, monkeypatch.context() as patch:
+            patch.setattr(distributed_c10d, "_get_default_store", lambda: client)
+            with pytest.raises(lost_ranks.LostRank, match=r"the process group's store has not answered for 1 s"):
+                start(2, alpha=0.5)
+
+    def test_a_rank_without_memo_ends_all(self) -> None:
+        """At once, where both would wait for each other until their time-out."""
+        with pytest.raises(
+            ds_memo.MemoError,
+            match=r"^the configuration differs between ranks, .* memo.enabled: True on rank 0, False on rank 1$",
+        ):
+            start(2, **({} if dist.get_rank() else {"alpha": 0.5}))
+
     def test_what_differs_ends_all(self) -> None:
         """Before DeepSpeed exchanges anything, with one line on every rank."""
         one, other = {"alpha": 0.5, "resident_layers": 0}, {"ablation": "full_recompute", "resident_layers": 0}
         for first, second, told in (
-            ({"memo": one}, {"memo": one | {"enabled": False}}, ["memo.enabled: True", "False"]),
             ({"memo": one}, {"memo": {"enabled": True}}, ["memo.alpha: 0.5", "None", "memo.resident_layers: 0", "None"]),
             ({"memo": one}, {"memo": other}, ["memo.ablation: None", "'full_recompute'", "memo.alpha: 0.5", "None"]),
             ({"memo": one}, {"memo": one | {"ulysses_size": 2}}, ["memo.ulysses_size: None", "2"]),
@@ -295,6 +338,41 @@ class TestMissingRanks(DistributedTest):
             )
         dist.destroy_process_group()
 
+    def test_ranks_that_do_other_things_are_told_so(self) -> None:
+        """No rank has failed: each waits for the other somewhere else."""
+        _set_pg_timeout(timedelta(seconds=2), torch.distributed.group.WORLD)
+        engine = start(1, alpha=0.5, resident_layers=0)
+        with pytest.raises(lost_ranks.LostRank, match=r"no rank says what it failed with.*as many forwards, backwards and steps"):
+            train(engine, [SHORT]) if dist.get_rank() else agree.from_all_ranks(0)
+        dist.destroy_process_group()
+
+    def test_no_group_waits_longer_than_the_default_one(self) -> None:
+        """Torch gives those of gloo half an hour, DeepSpeed's among them."""
+        wait = timedelta(seconds=30)
+        _set_pg_timeout(wait, torch.distributed.group.WORLD)
+        before = set(distributed_c10d._world.pg_map)
+        start(3, alpha=0.5)
+        made = set(distributed_c10d._world.pg_map) - before
+        assert made and {group._get_backend(torch.device("cpu")).options._timeout for group in made} == {wait}
+        assert distributed_c10d._get_default_timeout("gloo") > wait  # others are made as before
+
+    def test_attaching_takes_one_collective(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Ranks that come are not missed."""
+        made, attach, c10d = [], integration.attach_engine, torch.distributed.ProcessGroup
+        kinds = ("allreduce", "allgather", "_allgather_base", "broadcast", "reduce", "gather", "scatter", "barrier")
+
+        def attach_and_count(*args: Any) -> Any:
+            with monkeypatch.context() as patch:
+                for kind in kinds:
+                    real = getattr(c10d, kind)
+                    patch.setattr(c10d, kind, lambda *a, kind=kind, real=real, **k: made.append(kind) or real(*a, **k))
+                return attach(*args)
+
+        monkeypatch.setattr(integration, "attach_engine", attach_and_count)
+        engine = start(2, alpha=0.5)
+        assert made == ["allreduce"]
+        assert agree.announce("here") == ["here"] * 2 and engine.memo.report()["warnings"] == []
+
 
 class TestRefusedMemory(DistributedTest):
     world_size = 2
@@ -329,7 +407,7 @@ class TestRefusedMemory(DistributedTest):
 class TestShortFirst(DistributedTest):
     world_size = 2
 
-    @pytest.mark.parametrize("stage", [1, 3])
+    @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
     def test_layers_are_measured_again_once_batches_are_long(self, stage: int, tmp_path: Path) -> None:
         """By each rank itself, or where they meet in layers once all of them have long batches."""
         run.SHORTEST = model_profile.SHORTEST = 128

@@ -58,6 +58,26 @@ def test_a_rank_that_has_measured_at_other_lengths_counts_by_its_lines(lengths: 
         assert sample.working.backward > trusted.kinds[0].samples[-1].working.backward / 2
 
 
+def test_alone() -> None:
+    assert on_all_ranks(lambda: 7) == 7
+    with pytest.raises(Failed, match="rank 0: ZeroDivisionError") as caught:
+        on_all_ranks(lambda: 1 // 0)
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+def test_an_error_of_many_lines_is_told_in_one() -> None:
+    with pytest.raises(Failed) as caught:
+        on_all_ranks(lambda: torch.eye(2).to_sparse().as_strided((1,), (1,)))
+    assert "as_strided" in str(caught.value) and "\n" not in str(caught.value) and len(str(caught.value)) < 400
+    with pytest.raises(Failed, match=r"x{1000}"):
+        on_all_ranks(lambda: (_ for _ in ()).throw(ds_memo.MemoError("x" * 1000)))
+
+
+def test_many_problems_are_counted() -> None:
+    failed = Failed([f"rank {number}: no" for number in range(9)])
+    assert str(failed) == "rank 0: no; rank 1: no; rank 2: no; and 6 more"
+
+
 # ---- two ranks
 
 
@@ -166,6 +186,13 @@ class TestTwoRanks(DistributedTest):
         assert agree.from_all_ranks({"rank": me}) == [{"rank": 0}, {"rank": 1}]
         assert len(made) == 1 and dist.get_backend(made[0]) == "gloo" and seen.names == ["c10d::allreduce_"]
 
+    def test_a_network_that_gloo_does_not_find_is_named(self, monkeypatch) -> None:
+        only_device = types.SimpleNamespace(_device_types=[torch.device("cuda")])
+        monkeypatch.setattr(agree.dist, "group", types.SimpleNamespace(WORLD=only_device))
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
+        with pytest.raises(ds_memo.MemoError, match=r"cannot connect over gloo.*nowhere0.*set GLOO_SOCKET_IFNAME"):
+            agree.greatest([1])
+
     def test_what_differs_names_the_ranks(self, tmp_path) -> None:
         os.environ["XDG_CACHE_HOME"] = str(tmp_path)
         me = dist.get_rank()
@@ -262,6 +289,11 @@ class TestTwoRanks(DistributedTest):
         profiles = [trainer.memo._session.tuner.profile for trainer in (alone, shared)]
         assert [profile.ranks_per_sequence for profile in profiles] == [1, 2]
         assert not shared.memo.report()["profile"]["from_cache"]  # another run's
+
+    def test_layers_that_talk_are_profiled(self, tmp_path) -> None:
+        os.environ["XDG_CACHE_HOME"] = str(tmp_path)
+        _, trainer = trained(Talking, 0, HERE, steps=1)
+        assert not ds_memo.report(trainer)["warnings"]
 
     def test_a_rank_that_fails_while_others_wait_for_it_ends(self, tmp_path) -> None:
         """It cannot reach them; its exit ends them."""

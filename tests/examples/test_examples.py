@@ -21,7 +21,7 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 EVERYDAY = ("attach",)
 TIMEOUT_S = 280
 STORED_MIB = {"deepspeed_loop": 7.031, "sequence": 3.516}
-"""Of a layer, at one length: two ranks hold half a sequence each."""
+"""A layer stores as much, at one length: two ranks hold half a sequence each."""
 REPORT = re.compile(r"^ds_memo +active: .*^over the link +(\S+) [KMGT]iB to the host, (\S+) [KMGT]iB back$", re.M | re.S)
 
 

@@ -17,7 +17,7 @@ import torch
 
 from ds_memo.errors import MemoError
 from ds_memo.nvme import direct_files as module
-from ds_memo.nvme.direct_files import THREADS
+from ds_memo.nvme.direct_files import THREADS, DirectFiles
 from ds_memo.nvme.extents import Space
 from ds_memo.swap.host_pool import Range
 from ds_memo.swap.host_slab import Block
@@ -282,6 +282,38 @@ def test_files_that_are_never_closed_end_once_their_transfers_are_over(tmp_path)
     finish_abandoned(CPU)
     assert torch.equal(content(block), wanted)
     streams.close()
+
+
+def test_memory_of_a_transfer_that_is_over_is_let_go(make):
+    files, slab = make(), slab_of(8)
+    block = slab.allocate(4 * PAGE, "a test")
+    gone = weakref.ref(block.pieces[0].segment.memory.untyped_storage())
+    transfer = files.write(block, files.extent(4 * PAGE, "a test"), ())
+    files.finished(transfer)
+    slab.free(block)
+    slab.close()
+    del block, slab
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.processes
+def test_a_forked_process_has_no_files_and_does_not_hang(make):
+    files, slab = make(), slab_of(8)
+    block = slab.allocate(PAGE, "a test")
+    extent = files.store(block)
+    child = os.fork()
+    if not child:
+        told = 1
+        with contextlib.suppress(BaseException):
+            try:
+                files.load(extent, block)
+            except MemoError as error:
+                told = 0 if "was forked" in str(error) else 2
+            DirectFiles.close(files)
+        os._exit(told)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    files.load(extent, block)
 
 
 # ---- space against a model: one flag for each page

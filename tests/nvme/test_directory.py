@@ -40,9 +40,24 @@ def refuse(monkeypatch: pytest.MonkeyPatch, name: str, number: int, when=lambda 
 # ---- what lies below
 
 
+def test_a_directory_on_this_disk(tmp_path):
+    found = open_directory(str(tmp_path), pytest.fail)
+    assert found.path == tmp_path.resolve()
+    assert found.device == os.stat(tmp_path).st_dev
+    assert found.kind not in ("unknown", *module.IN_MEMORY)
+    assert found.free > 0
+
+
 def test_memory_is_refused_with_the_reason():
     with pytest.raises(MemoError, match="/dev/shm is on tmpfs, which is host memory itself"):
         open_directory("/dev/shm", pytest.fail)
+
+
+def test_what_is_no_directory_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file", tmp_path / "missing", tmp_path / "file" / "below"):
+        with pytest.raises(MemoError, match=r"memo\.nvme\.path"):
+            open_directory(str(path), pytest.fail)
 
 
 def mounted(root: Path, *mounts: tuple[str, str, str]) -> Path:
@@ -67,7 +82,33 @@ def test_a_network_is_warned_about(kind, tmp_path):
     assert len(told) == 1 and f"is on {kind}, over a network" in told[0]
 
 
+def test_the_nearest_mount_counts_and_its_number_more(tmp_path):
+    own = number_of(tmp_path)
+    (tmp_path / "a/b").mkdir(parents=True)
+    nearest = mounted(tmp_path / "1", ("/", "1:1", "ext4"), (str(tmp_path / "a"), "1:2", "btrfs"))
+    assert open_directory(str(tmp_path / "a/b"), pytest.fail, nearest).kind == "btrfs"
+    by_number = mounted(tmp_path / "2", ("/", own, "xfs"), (str(tmp_path / "a"), "1:2", "btrfs"))
+    assert open_directory(str(tmp_path / "a/b"), pytest.fail, by_number).kind == "xfs"
+
+
 # ---- near
+
+
+def drive(root: Path, tmp_path: Path, node: str | None) -> None:
+    """Make a /sys with this file system's partition on an NVMe drive of a NUMA node."""
+    device = root / "sys/devices/pci0000:00/0000:00:1f.0"
+    (partition := device / "nvme/nvme0/nvme0n1/nvme0n1p1").mkdir(parents=True)
+    if node is not None:
+        (device / "numa_node").write_text(node)
+    (root / "sys/dev/block").mkdir(parents=True)
+    (root / "sys/dev/block" / number_of(tmp_path)).symlink_to(partition)
+
+
+@pytest.mark.parametrize(("told", "node"), [("1\n", 1), ("0\n", 0), ("-1\n", None), (None, None), ("?\n", None)])
+def test_the_numa_node_of_a_drive(told, node, tmp_path):
+    root = mounted(tmp_path / "root", ("/", number_of(tmp_path), "ext4"))
+    drive(root, tmp_path, told)
+    assert open_directory(str(tmp_path), pytest.fail, root).node == node
 
 
 def test_near_takes_those_of_the_node_or_all():
@@ -125,6 +166,14 @@ def test_a_full_disk_is_an_error_with_numbers(number, here, monkeypatch):
         grow(handle, here, 4 * PAGE, 2 * GIB)
     assert os.fstat(handle).st_size == 4 * PAGE
     assert os.fstat(handle).st_blocks * 512 <= 8 * PAGE, "its own and the file system's list of them"
+    os.close(handle)
+
+
+def test_a_file_system_that_allocates_nothing_is_not_called_full(here, monkeypatch):
+    handle = private_file(here)
+    refuse(monkeypatch, "posix_fallocate", errno.EINVAL)
+    with pytest.raises(MemoError, match="takes no file that bypasses the page cache"):
+        grow(handle, here, 0, PAGE)
     os.close(handle)
 
 

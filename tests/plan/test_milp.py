@@ -1,4 +1,6 @@
+import os
 import re
+import subprocess
 import sys
 import time
 from importlib.util import find_spec
@@ -12,6 +14,7 @@ from ds_memo.plan import milp, solve, verify
 from ds_memo.plan.dsa import Problem, peak
 from tests.plan.instances import GAP, GAP_BEST, GAP_BOUND, best_peak
 from tests.plan.test_dsa import problems
+from tests.processes import assert_gone, processes_with
 
 pytestmark = pytest.mark.processes
 
@@ -44,6 +47,14 @@ def test_random_small_programs(problem):
     assert peak(problem.buffers, answer.offsets) == best_peak(problem.buffers)
 
 
+def test_pairs():
+    expected = {
+        (i, j) for j, b in enumerate(GAP.buffers) for i, a in enumerate(GAP.buffers[:j]) if a.lifespan.overlaps(b.lifespan)
+    }
+    assert set(milp.pairs(GAP.buffers)) == expected
+    assert milp.count_pairs(GAP.buffers) == len(expected)
+
+
 # ---- the child process
 
 
@@ -62,7 +73,9 @@ child()
 BROKEN = {
     "missing": (MISSING.format(root=str(Path(milp.__file__).parents[2])), "ModuleNotFoundError|ImportError"),
     "crashing": ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "SIGSEGV"),
+    "exiting": ("import sys; print('no licence'); sys.exit(3)", "exit status 3: no licence"),
     "hanging": ("import time; time.sleep(60)", "ran past its time limit"),
+    "babbling": ("import os, sys; os.write(int(sys.argv[-1]), b'{')", "brought back no answer"),
 }
 
 
@@ -87,3 +100,41 @@ def test_the_mip_proves_that_no_placement_reaches_the_lower_bound(monkeypatch):
     found = solve(GAP, solver="cbc", seconds=20)
     assert (found.peak, found.lower_bound, found.bound, found.proven) == (GAP_BEST, GAP_BOUND, GAP_BEST, True)
     assert found.notes == ()
+
+
+PARENT = """
+import sys
+sys.path.insert(0, {root!r})
+from ds_memo.plan import milp
+real = milp.child_command()
+milp.child_command = lambda: [sys.executable, "-c", real[-1].replace("; child()", {stall!r})]
+from ds_memo.plan.dsa import Problem
+try:
+    milp.solve_milp(Problem.of([("a", 0, 2, 1), ("b", 1, 3, 2)]).buffers, 60, tight=False)
+except milp.MilpFailed as e:
+    print("FAILED", e)
+"""
+# The child works for ever, as a solver in a long loop does.
+STALL = """
+import time
+import ds_memo.plan.milp as m
+def work(job):
+    open({mark!r}, "w").close()
+    while True: time.sleep(0.01)
+m._solve = work
+child()"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_the_child_dies_with_its_parent(tmp_path, marker):
+    mark = tmp_path / "working"
+    stall = "\n" + STALL.format(mark=str(mark))
+    code = PARENT.format(root=str(Path(milp.__file__).parents[2]), stall=stall)
+    parent = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {marker: "1"})
+    while not mark.exists():
+        assert parent.poll() is None
+        time.sleep(0.05)
+    assert len(processes_with(marker)) == 2
+    parent.kill()
+    parent.wait()
+    assert_gone(marker)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import nn
 from transformers import DynamicCache
 
 import ds_memo
+from ds_memo.runtime import conflicts
 from tests import architectures
 from tests.deepspeed.engines import ON_ONE_CPU_RANK
 from tests.models import LAYERS, VOCAB, Batch, assert_same, assert_same_grads, build, gradients, step
@@ -57,6 +59,13 @@ def test_offloading_around_the_model(around: Callable[[], Any]) -> None:
         assert_same(step(model, batch), step(stock, batch))
 
 
+def test_other_hooks_around_the_model_are_no_offloading() -> None:
+    handle = ds_memo.attach(model := build("llama"), {"alpha": 0.5, "resident_layers": 1})
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+        step(model, Batch.random(2, 16))
+    assert not handle.report()["warnings"]
+
+
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_use_cache_in_training(name: str) -> None:
     """Transformers drops the cache under gradient checkpointing, and says so; it would hold every layer's keys and values."""
@@ -71,6 +80,16 @@ def test_use_cache_in_training(name: str) -> None:
     assert out.past_key_values is None or out.past_key_values.get_seq_length() == 0
     for parameter, value in model.named_parameters():
         torch.testing.assert_close(value.grad, want[parameter], rtol=1e-4, atol=1e-6)
+
+
+def test_generation_keeps_its_cache() -> None:
+    model = build("llama")
+    handle = ds_memo.attach(model, {"alpha": 0.5})
+    step(model, Batch.random(2, 9))
+    frames = handle.report()["frames"]
+    out = model.eval()(input_ids=torch.arange(1, 9)[None], use_cache=True)
+    assert out.past_key_values.get_seq_length() == 8
+    assert handle.report()["frames"] == frames
 
 
 @pytest.mark.parametrize("inside", ["itself", "a wrapper"])
@@ -97,6 +116,21 @@ def test_generation_in_training_mode(inside: str) -> None:
     assert handle.report()["frames"] == 2 * LAYERS
     handle.detach()
     assert not model.is_gradient_checkpointing
+
+
+def test_a_mask_for_every_pair(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conflicts, "LONG", 32)
+    model = build("llama")
+    tokens = torch.randint(1, VOCAB, (2, 32))
+    handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 2})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ds_memo.MemoWarning)
+        model(input_ids=tokens, labels=tokens, attention_mask=torch.ones_like(tokens)).loss.backward()  # nothing is padded
+    padded = torch.ones_like(tokens)
+    padded[0, 20:] = 0
+    with pytest.warns(ds_memo.MemoWarning, match=r"layer model\.layers\.0 is given an attention mask of shape \(2, 1, 32, 32\)"):
+        model(input_ids=tokens, labels=tokens, attention_mask=padded).loss.backward()
+    assert any("grow with the square of the length" in line for line in handle.report()["warnings"])
 
 
 CACHES = {"llama": "past_key_values", "mamba": "cache_params"}
