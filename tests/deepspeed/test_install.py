@@ -64,7 +64,7 @@ def test_what_moves_from_the_second_step_on_is_told(installed: None, capsys: pyt
     train(engine, steps=2, length=128)
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("ds_memo ")]
     moved = "2.3 MiB went to the host in the first two steps (alpha 1, 0 of 4 layers resident)"
-    assert lines == [f"ds_memo is active: {moved}; solved for 3.4 MiB of 3.4 MiB free of the device"]
+    assert lines == [f"ds_memo is active: {moved}; device budget: 3.4 MiB of 3.4 MiB free"]
     engine.memo.detach()
 
 
