@@ -25,7 +25,7 @@ CPU = "cpu"
 PLAIN = "plain"
 """Causal, or all keys."""
 DOCUMENTS = "documents"
-"""Several plain sequences end to end, told by their borders."""
+"""Many plain sequences end to end, told by their borders."""
 WINDOW = "window"
 """Limits that are no triangle, told by numbers."""
 TENSOR = "tensor"
@@ -37,6 +37,7 @@ benchmarks/gpu/first_large.py). It sums that gradient in float32, 4 bytes an ele
 That is a precaution: no size between was measured."""
 
 Capability = tuple[int, int]
+ASKED = "memo.attention names it"
 NAMES = {FLASH: "FlashAttention-2", FA3: "FlashAttention-3", FA4: "FlashAttention-4", CUDNN: "cuDNN"}
 
 
@@ -167,7 +168,7 @@ def _cudnn_refusal(call: Attention, capability: Capability) -> str:
 
 def _reason(name: str, capability: Capability, asked: str | None) -> str:
     if name == asked:
-        return "memo.attention names it"
+        return ASKED
     if name in (FA3, FA4):
         return f"its package is installed, and it is made for compute capability {_card(capability)}"
     if name == CUDNN:

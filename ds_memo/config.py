@@ -65,6 +65,9 @@ class ProfileConfig(_Section):
 class KernelsConfig(_Section):
     """Kernels in place of the model's and DeepSpeed's own."""
 
+    fast: bool = Field(False, strict=True)
+    """RMSNorm, rotary embedding and SwiGLU as one kernel each, where that is installed and right. "kernels": "fast" sets it."""
+
     norm: Literal["apex", "torch"] | None = None
     """Norms as one kernel. torch: RMSNorm by PyTorch's; apex: LayerNorm and RMSNorm by NVIDIA apex's."""
 
@@ -158,6 +161,11 @@ class MemoConfig(_Section):
     (ds_memo/attention_kernel.py), the model's own package, and one op in the place of eager attention where Transformers has no
     other."""
 
+    @field_validator("kernels", mode="before")
+    @classmethod
+    def _is_one_word(cls, value: Any) -> Any:
+        return {"fast": True} if value == "fast" else value
+
     @field_validator("cache_dir")
     @classmethod
     def _is_a_path(cls, value: str | None) -> str | None:
@@ -237,7 +245,8 @@ _ALLOWED = {
     "cache_dir": "a path (leave the key out for ~/.cache/ds_memo)",
     "plan": "a JSON object",
     "profile": "a JSON object",
-    "kernels": "a JSON object",
+    "kernels": '"fast" or a JSON object',
+    "kernels.fast": "true or false",
     "kernels.norm": '"torch" or "apex" (leave the key out for the model\'s own)',
     "kernels.adam": '"apex" (leave the key out for DeepSpeed\'s)',
     "kernels.cross_entropy": '"liger" or "whole" (leave the key out for lazy logits)',

@@ -7,6 +7,7 @@ heads share by head: on an H200, ALST's peak, which stands in cuDNN's backward, 
 from __future__ import annotations
 
 import sys
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
@@ -85,5 +86,6 @@ def install_flash_attn_3() -> None:
         library.impl(schema.partition("(")[0], function, "CUDA")
     _libraries.append(library)
     package: Any = ModuleType("flash_attn_interface")
+    package.__spec__ = ModuleSpec(package.__name__, None)
     package.flash_attn_func = package.flash_attn_varlen_func = never
-    sys.modules["flash_attn_interface"] = package
+    sys.modules[package.__name__] = package

@@ -37,7 +37,11 @@ class Clock {
     std::lock_guard<std::mutex> l(mutex_);
     Stream& stream = streams_[s];
     if (!stream.kernels) start(s);
+    const double begin = stream.at - stream.kernels * floor_;
+    if (begin > busy_until_ + kPause) busy_since_ = begin;
+    if (begin - busy_since_ >= boost_) seconds *= slower_;
     stream.at += std::max(0.0, seconds - stream.kernels * floor_);
+    busy_until_ = std::max(busy_until_, stream.at);
     stream.queue.back() = stream.at;
     stream.kernels = 0;
   }
@@ -105,6 +109,11 @@ class Clock {
   void lock(size_t n) { host_takes(n * lock_); }
   void unlock(size_t n) { host_takes(n * unlock_); }
   void block() { host_takes(block_); }
+  // A card that has worked for `boost` seconds without a pause takes `slower` times as long for an op.
+  void boost(double boost, double slower) {
+    std::lock_guard<std::mutex> l(mutex_);
+    boost_ = boost, slower_ = slower;
+  }
   void links(double d2h, double h2d) {
     std::lock_guard<std::mutex> l(mutex_);
     per_byte_[true] = 1 / d2h, per_byte_[false] = 1 / h2d;
@@ -113,6 +122,7 @@ class Clock {
  private:
   static constexpr size_t kQueue = 1024;
   static constexpr double kLaunch = 5e-6;
+  static constexpr double kPause = 0.05;
   struct Stream {
     double at = 0;
     std::deque<double> queue;
@@ -141,6 +151,7 @@ class Clock {
   std::mutex mutex_;
   double lock_ = 0, unlock_ = 0, block_ = 0;
   double host_ = 0, floor_ = 0, per_byte_[2] = {0, 0}, engines_[2] = {0, 0};
+  double boost_ = 0, slower_ = 1, busy_since_ = 0, busy_until_ = 0;
   size_t host_waits_ = 0, kernels_ = 0;
   std::map<cudaStream_t, Stream> streams_;
   std::map<cudaEvent_t, double> events_;

@@ -214,4 +214,4 @@ def among(ranks: int, clock: Clock, rank: int = 0) -> None:
     dist.Backend.register_backend(NAME, make, extended_api=True, devices=["cpu", "cuda"])
     dist.init_process_group(NAME, store=dist.HashStore(), rank=rank, world_size=ranks)
     agree.meet = lambda mine, ranks, *_: [mine] * len(ranks)  # who would answer has the same to say
-    agree.words = lambda mine, *_: [mine] * ranks
+    agree.announce = lambda mine, *_, **__: [mine] * ranks

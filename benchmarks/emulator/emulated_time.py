@@ -54,6 +54,7 @@ class Clock:
         """Calls of attention, by kernel and op."""
         self._emulator = ctypes.CDLL("libcuda.so.1")
         self._emulator.emulated_links.argtypes = [ctypes.c_double] * 2
+        self._emulator.emulated_boost.argtypes = [ctypes.c_double] * 2
         self._emulator.emulated_floor.argtypes = [ctypes.c_double]
         self._emulator.emulated_work.argtypes = [ctypes.c_void_p, ctypes.c_double]
         self._emulator.emulated_now.restype = ctypes.c_double
@@ -70,6 +71,10 @@ class Clock:
     def link_share(self, share: float) -> None:
         """Give copies this share of the link's rate from now on, as if others used the link too."""
         self._emulator.emulated_links(share * self.machine.d2h, share * self.machine.h2d)
+
+    def boost(self, seconds: float, slower: float) -> None:
+        """Have ops take `slower` times as long once the device has worked for these seconds without a pause."""
+        self._emulator.emulated_boost(seconds, slower)
 
     def now(self) -> float:
         """Seconds on the host."""

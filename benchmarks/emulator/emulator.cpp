@@ -149,6 +149,7 @@ void emulated_watch(Watcher w) { watcher = w; }
 double emulated_queued(cudaStream_t s) { return std::max(0.0, timing().at(s) - timing().host()); }
 void emulated_op() { timing().op(); }
 void emulated_work(cudaStream_t s, double seconds) { timing().work(s, seconds); }
+void emulated_boost(double seconds, double slower) { timing().boost(seconds, slower); }
 double emulated_now() { return timing().host(); }
 double emulated_at(cudaEvent_t e) { return timing().at(e); }
 void emulated_host_waits_until(double seconds) { timing().host_waits_for_other(seconds); }

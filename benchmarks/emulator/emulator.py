@@ -59,7 +59,7 @@ from ds_memo.units import GIB
 STEPS = 9
 WATCHED = 3
 """Last steps that `syncs` and `order` watch."""
-SLOW_AFTER = 7
+SLOW_AFTER = 6
 """Steps that --slow-link leaves alone; as many as STEPS come after."""
 
 Run = tuple[MemoHandle | None, Callable[[], Any]]

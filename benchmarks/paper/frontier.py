@@ -2,8 +2,9 @@
 
 UPipe (arXiv 2602.21196) measured 5 Mi tokens and recomputes attention, as all that checkpoints whole layers. ds_memo's rows are
 estimated: with host memory alone, and with drives; where no layer recomputes attention, and where some may, as in a run that sets
-nothing. One row has the host memory with which no layer would at UPipe's length. Beside each stands the same step with all layers
-checkpointed, MLP in tiles, and copies that hide. Both have FlashAttention-3's rates.
+nothing. One row has the host memory with which no layer would at UPipe's length. Beside each step stands the same with all layers
+checkpointed, MLP in tiles, and copies that hide, by the same kernel of attention: FlashAttention-3; PyTorch's choice; and that
+around a ring of two. Ulysses gives a rank whole heads, and cuDNN's kernel gets at most 4 Mi tokens of one. A ring halves them.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 from benchmarks.published_runs import answer, machine, model
 from benchmarks.results import markdown
+from ds_memo.attention_kernel import NAMES
 from ds_memo.estimate.estimate import estimate
 from ds_memo.estimate.question import OK, Estimate, Question
 from ds_memo.units import GIB
@@ -23,7 +25,11 @@ from ds_memo.units import GIB
 QUARTER = 1 << 18
 """Tokens; lengths are whole multiples of it."""
 DRIVES = {"nvme_memory": 15000 * GIB, "nvme_write": 48e9, "nvme_read": 48e9}
-UPIPE, KERNEL = 5 << 20, "flash_attn_3"
+UPIPE = 5 << 20
+KERNEL = "flash_attn_3"
+"""The kernel by which lengths and placements are found. Bytes are those of the others, too."""
+KERNELS: tuple[tuple[str | None, int], ...] = ((KERNEL, 1), (None, 1), (None, 2))
+"""Kernels of attention that are asked for, and the ranks of a ring."""
 
 
 def fits(asked: Question, recomputes: bool) -> Estimate | None:
@@ -76,13 +82,10 @@ def row(name: str, found: Estimate | None) -> dict[str, Any]:
     if found is None:
         return {"name": name, "tokens": 0}
     tokens = found.question.seq_length
-    rival = {"model": "llama3-8b", "gpus": 8, "sp": 8, "kernel": KERNEL, "fused": True, "inputs": 3}
-    rival |= {"mlp": "tiled", "loss": "chunked"}
     return {
         "name": name,
         "tokens": tokens,
-        "step_s": found.step_s,
-        "checkpointed_s": answer(rival | {"tokens": tokens}).seconds,
+        "steps": [step(found, *how) for how in KERNELS],
         "attention_recomputed": found.placed["attention_recomputed"],
         "on_device": found.placed["on_device"] + found.placed["without_gemms"],
         "device_gib": found.device_total / GIB,
@@ -95,13 +98,24 @@ def row(name: str, found: Estimate | None) -> dict[str, Any]:
     }
 
 
+def step(found: Estimate, kernel: str | None, ring: int) -> dict[str, Any]:
+    """Return ds_memo's step by a kernel, and the checkpointed one."""
+    asked = found.question
+    ours = estimate(replace(asked, hardware=asked.hardware.attending_with(kernel), sp=8, ulysses=8 // ring))
+    rival = {"model": "llama3-8b", "gpus": 8, "sp": 8, "ring": ring, "kernel": kernel, "fused": True, "inputs": 3}
+    rival |= {"tokens": asked.seq_length, "mlp": "tiled", "loss": "chunked"}
+    (name,) = (of.name for of in ours.attention)
+    return {"kernel": name, "ring": ring, "ds_memo_s": ours.step_s, "checkpointed_s": answer(rival).seconds}
+
+
 def cells(found: dict[str, Any]) -> tuple[str, ...]:
     """Return a row of the table."""
     if not found["tokens"]:
         return (found["name"], "none")
     sizes = ", ".join(f"{found[f'{place}_gib']:,.0f}" for place in ("device", "host", "nvme"))
     stored = ", ".join(f"{gib:,.0f}" for gib in found["stored_gib"].values())
-    steps = (f"{found['step_s']:,.0f}", f"{found['checkpointed_s']:,.0f}", f"{found['attention_recomputed']} of 32")
+    steps = [f"{of['ds_memo_s']:,.0f}, {of['checkpointed_s']:,.0f} ({NAMES[of['kernel']]})" for of in found["steps"]]
+    steps.append(f"{found['attention_recomputed']} of 32")
     where = (str(found["on_device"]), sizes, f"{found['host_budget_gib']:,.0f}", stored)
     return (found["name"], f"{found['tokens'] / 2**20:.4g} Mi", *steps, *where)
 
@@ -115,11 +129,12 @@ def main(out: str | None = None) -> None:
     rows += [row(f"{where}, UPipe's length", estimate(node)) for where, node in (("host", asked), ("host and drives", drives))]
     rows.append(row("larger host, UPipe's length, attention once", smallest_host(asked)))
     print("Estimated, not measured; h100.json's rates, 2,048 GiB of host memory, drives of 15,000 GiB and 48 GB/s")
-    head = ("ds_memo", "tokens", "step s", "checkpointed, s", "layers that recompute attention", "that stay on the device")
+    head = ("ds_memo", "tokens", "step s, checkpointed: with FlashAttention-3", "PyTorch's choice", "in a ring of two")
+    head += ("layers that recompute attention", "that stay on the device")
     head += ("device, host, drives GiB", "host's budget", "stored: hidden states, attention's outputs, GEMM outputs")
     print(*markdown(head, map(cells, rows)), sep="\n")
     if out:
-        said = {"estimated": True, "hardware": "h100", "kernel": KERNEL, "gpus": 8, "rows": rows}
+        said = {"estimated": True, "hardware": "h100", "gpus": 8, "rows": rows}
         Path(out).write_text(json.dumps(said, indent=1) + "\n")
 
 

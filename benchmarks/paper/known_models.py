@@ -40,8 +40,8 @@ def question(case: Case) -> Question:
 
 
 def main(names: list[str]) -> None:
-    print("| model | tokens | GPUs | status | step s | MFU | alpha | device GiB | host GiB of a node |")
-    print("|---|---|---|---|---|---|---|---|---|")
+    print("| model | tokens | GPUs | status | step s | MFU | attention | alpha | device GiB | host GiB of a node |")
+    print("|---|---|---|---|---|---|---|---|---|---|")
     for case in CASES:
         if names and case.model not in names:
             continue
@@ -50,7 +50,8 @@ def main(names: list[str]) -> None:
         alpha = "" if found.alpha is None else f"{found.alpha:.3g}"
         where = f"{case.gpus} × {case.hardware}, {found.layout}"
         sizes = f"{found.device_total / GIB:.1f} | {found.host_bytes / GIB:,.0f}"
-        row = (case.model, f"{short(case.tokens)} × {found.sequences}", where, found.status, step, mfu, alpha, sizes)
+        kernels = ", ".join(kernel.name for kernel in found.attention)
+        row = (case.model, f"{short(case.tokens)} × {found.sequences}", where, found.status, step, mfu, kernels, alpha, sizes)
         print(f"| {' | '.join(row)} |")
 
 

@@ -2,7 +2,7 @@
 
 All of them checkpoint every layer. published_runs.json has measurements, sources and settings:
 
-    kernel    of attention
+    kernel    of attention, as memo.attention names it
     inputs    layer inputs on the device at once: "all", or a number where they go to the host
     waits     compute waits for their copies: ALST's, and those of Transformers' `offload`, which run on its stream
     mlp       "tiled": DeepSpeed's TiledMLP, which runs the MLP once more
@@ -47,8 +47,8 @@ class Answer(NamedTuple):
         return sum(self.parts.values()) / GIB
 
 
-def machine(kernel: str) -> Hardware:
-    """Return an H100 on which attention runs by a kernel, as memo.attention names it."""
+def machine(kernel: str | None) -> Hardware:
+    """Return an H100 on which attention runs by a kernel, as memo.attention names it; None: by PyTorch's choice."""
     return hardware.load("h100").attending_with(kernel)
 
 
@@ -60,7 +60,8 @@ def model(name: str, fused: bool) -> Model:
 
 def answer(run: dict[str, Any]) -> Answer:
     """Estimate one of the runs."""
-    layout = GpuLayout(run["gpus"], cp=run.get("cp", 1), sp=run.get("sp", 1), offload=run.get("offload", "none"))
+    sizes = {name: run.get(name, 1) for name in ("cp", "sp", "ring")}
+    layout = GpuLayout(run["gpus"], **sizes, offload=run.get("offload", "none"))
     costs = Costs(model(run["model"], run.get("fused", False)), machine(run["kernel"]), layout, run["tokens"])
     way = _way(run)
     layers = tuple(way.layer(layer, costs) for layer in costs.layers())

@@ -1,5 +1,5 @@
 """The paper's scalability, estimated: the longest sequence that 8 to 64 GPUs train on together, by Ulysses × ring and by Ulysses
-alone: python -m benchmarks.scalability [HARDWARE]"""
+alone: python -m benchmarks.scalability [HARDWARE] [KERNEL]"""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ GPUS = (8, 16, 32, 64)
 
 def cells(answer: Estimate | None) -> list[str]:
     if answer is None or answer.step_s is None:
-        return ["–"] * 4
-    return [short(answer.question.seq_length), str(answer.layout), f"{answer.step_s:,.0f}", f"{answer.mfu:.1%}"]
+        return ["–"] * 5
+    kernels = ", ".join(kernel.name for kernel in answer.attention)
+    return [short(answer.question.seq_length), str(answer.layout), f"{answer.step_s:,.0f}", f"{answer.mfu:.1%}", kernels]
 
 
 def rows(question: Question) -> Iterator[list[str]]:
@@ -36,12 +37,16 @@ def rows(question: Question) -> Iterator[list[str]]:
         yield [str(gpus), *cells(most), *cells(longest(alone)[0]), verdict]
 
 
-def main(name: str = "a800") -> None:
-    question = Question(load(str(MODELS / "llama3-8b.json")), hardware.load(name), 8, 1024)
+def main(name: str = "a800", kernel: str | None = None) -> None:
+    """Print the table.
+
+    Args:
+        kernel: of attention, as memo.attention names it; None: PyTorch's choice.
+    """
+    question = Question(load(str(MODELS / "llama3-8b.json")), hardware.load(name).attending_with(kernel), 8, 1024)
     print(f"Estimated, not measured: llama3-8b (32 heads, 8 for keys) on {name}, one sequence, memo")
-    ways = [
-        f"{column}, {way}" for way in ("Ulysses × ring", "Ulysses alone") for column in ("longest", "layout", "step s", "MFU")
-    ]
+    columns = ("longest", "layout", "step s", "MFU", "attention")
+    ways = [f"{column}, {way}" for way in ("Ulysses × ring", "Ulysses alone") for column in columns]
     head = ["GPUs", *ways, "Ulysses alone at the first length, s"]
     for row in itertools.chain((head, ["---"] * len(head)), rows(question)):
         print(f"| {' | '.join(row)} |", flush=True)

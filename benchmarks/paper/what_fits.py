@@ -1,13 +1,14 @@
 """The longest sequence that 1, 8 and 64 H100 train on, estimated, and the step that it takes: python -m benchmarks.what_fits
 
-Several GPUs share one sequence, so attention has the rates of FlashAttention-2, which such ranks run; one GPU those of cuDNN's.
+Attention runs by PyTorch's choice: cuDNN's kernel, and FlashAttention-2 for heads of more than 4 Mi tokens on a rank.
 Model states stay on the device where that fits; else the optimizer, then all states, are offloaded.
 """
 
 from __future__ import annotations
 
-from benchmarks.published_runs import MODELS, machine
+from benchmarks.known_models import MODELS
 from benchmarks.results import markdown
+from ds_memo.estimate import hardware
 from ds_memo.estimate.estimate import longest
 from ds_memo.estimate.model import load
 from ds_memo.estimate.question import Estimate, Question
@@ -19,9 +20,8 @@ GPUS = (1, 8, 64)
 
 def farthest(name: str, gpus: int) -> Estimate | None:
     """Return the estimate of the longest sequence, with as little offloaded as is needed."""
-    hardware = machine("cudnn" if gpus == 1 else "flash")
     for offload in ("none", "optimizer", "all"):
-        question = Question(load(str(MODELS / f"{name}.json")), hardware, gpus, 1024, sp=gpus, offload=offload)
+        question = Question(load(str(MODELS / f"{name}.json")), hardware.load("h100"), gpus, 1024, sp=gpus, offload=offload)
         if (found := longest(question)[0]) is not None:
             return found
     return None

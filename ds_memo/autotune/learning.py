@@ -1,6 +1,7 @@
 """Learning while training: what steps show is compared with what was predicted, part by part.
 
 part      predicted                            measured                               learned
+kernels   seconds of a layer's parts           the same, by events                    factors on them, once (kernel_seconds.py)
 link      seconds that compute waits           the same, by the copy streams          share of the profiled bandwidth
 drives    seconds that compute waits           the same, by the files                 bytes per second written and read
 memory    none, or that of earlier passes      log of a pass, or CUDA's peak          non-layer memory (budgets.py)
@@ -20,8 +21,8 @@ from ds_memo.solve.run_costs import RunCosts
 from ds_memo.solve.schedule import Schedule
 from ds_memo.solve.solution import Solution
 
-SETTLING = 3
-"""Optimizer steps before the first window: layers are analysed in them, and addresses planned."""
+SETTLING = 2
+"""Optimizer steps before the first window: layers are analysed in them."""
 WINDOW = 4
 """Optimizer steps of a window."""
 TOLERATED = 0.05

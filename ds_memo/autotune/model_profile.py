@@ -11,6 +11,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,6 +46,8 @@ class Profiling:
         self.from_cache = False
         self.kinds: list[int] = []
         """The kinds in the profile, in its order; numbers as in `of_layers`."""
+        self.folder: Path | None = None
+        """Folder of the cache; None: there is none that can be trusted."""
         self.why_whole = ""
         """Why no layer is measured in tiles, and so none runs in tiles that are solved for."""
         self._config = config
@@ -73,14 +76,14 @@ class Profiling:
         asked = self._asked(worth_measuring(layers, of_layers, calls), from_all_ranks)
         if not asked.calls:
             raise Failed(["no layer wants a gradient, or none that all ranks call"])
-        folder, key = cache.open_folder(self._config.cache_dir, self._warn), asked.key()
-        by_rank = from_all_ranks(folder and cache.load(folder, key, self._warn))
+        self.folder, key = cache.open_folder(self._config.cache_dir, self._warn), asked.key()
+        by_rank = from_all_ranks(self.folder and cache.load(self.folder, key, self._warn))
         if all(by_rank):
             self.profile, self.from_cache = most_careful(by_rank), True
         else:
             self.profile = take_profile(asked)
-            if folder and int(os.environ.get("LOCAL_RANK") or 0) == 0:
-                cache.store(folder, self.profile, self._warn)
+            if self.folder and int(os.environ.get("LOCAL_RANK") or 0) == 0:
+                cache.store(self.folder, self.profile, self._warn)
         self.kinds = list(asked.calls)
 
     def outgrown(self, shapes: HiddenShapes) -> bool:

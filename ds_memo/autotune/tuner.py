@@ -22,6 +22,7 @@ from torch import nn
 
 from ds_memo.autotune.budgets import Budgets, PassMemory
 from ds_memo.autotune.drives import Drives
+from ds_memo.autotune.kernel_seconds import KernelSeconds, PartClock
 from ds_memo.autotune.learning import Link, Totals, Windows
 from ds_memo.autotune.model_profile import Profiling
 from ds_memo.autotune.pass_solution import PassSolution
@@ -66,6 +67,7 @@ class Tuner:
         gather_whole: has ZeRO-3 gather each of these layers at once from now on; None: it cannot be told.
         drives: behind host memory; None: there are none.
         heads: output heads with lazy logits.
+        clock: an observer of `remat`'s layers.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class Tuner:
         warn: Callable[[str], None],
         has_engine: bool,
         before_probe: Callable[[], None],
+        clock: PartClock,
         gather_whole: Callable[[Sequence[nn.Module]], None] | None = None,
         drives: Drives | None = None,
         heads: Sequence[LazyHead] = (),
@@ -96,8 +99,8 @@ class Tuner:
         self._profiling = Profiling(config, host, device, warn)
         self._probe = Probe(remat, before_probe)
         self._budgets = Budgets(config.device_memory_gib, host, device, heads)
-        self._drives, self._link = drives, Link()
-        self._parts: list[Link | Drives] = [self._link, drives] if drives else [self._link]
+        self._drives, self._link, self._kernels = drives, Link(), KernelSeconds(clock, learns=config.alpha is None)
+        self._parts: list[KernelSeconds | Link | Drives] = [self._kernels, self._link, *([drives] if drives else [])]
         self._windows = Windows(self._totals)
         self._ranks: Ranks
         """Known from the first pass on."""
@@ -277,6 +280,7 @@ class Tuner:
         self._ranks = Ranks(model)
         try:
             self._profiling.first(layers, self._probe.kinds, calls)
+            self._kernels.begin(self._profiling.folder)
             if self._drives is not None:
                 self._drives.measure()
         except Failed as failed:
@@ -306,6 +310,8 @@ class Tuner:
             "h2d_bytes_per_s": self.profile.h2d_bytes_per_s * self._link.share,
             "device_budget": self._budgets.device.nbytes,
             "host_budget": self._budgets.host.share,
+            "kernel_factors": self._kernels.factors._asdict(),
+            "samples": {kind.name: kind.seconds() for kind in self.profile.kinds},
             "calls": self._in_flight.calls,
             "not_tiled": {kind.name: why for kind in self.profile.kinds if (why := why_whole or kind.not_tiled)},
             "changes": list(self.changes),
@@ -324,13 +330,15 @@ class Tuner:
         if self.profile is None or model is None:
             return
         self._steps += 1
+        self._kernels.stepped(self._latest)
+        seen = self._windows.stepped(passes, now)
         looks = self._steps == 1 or (self._ranks.meet and self._steps <= _SETTLED)
         if looks and self._budgets.learn(from_all_ranks(self._non_layer_memory(calls))):
             self._solutions.clear()
         if self._steps == 1:
             self._budgets.measure(model, self._has_engine, stepped=True)
             self._solutions.clear()
-        elif (seen := self._windows.stepped(passes, now)) is not None:
+        elif seen is not None:
             self._learn(*seen)
 
     def _totals(self) -> Totals:
@@ -354,8 +362,9 @@ class Tuner:
         before, run = passed.solution, passed.run
         request = SolveRequest(passed.shapes, self._in_flight, run.host_budget, run.nvme.budget if run.nvme else 0, True)
         after = self._solve(request, alpha).solution
-        if after.alpha < before.alpha:
-            self.changes.append(f"alpha lowered from {before.alpha:.4g} to {after.alpha:.4g}: {why}")
+        if after.alpha != before.alpha:
+            changed = "lowered" if after.alpha < before.alpha else "raised"
+            self.changes.append(f"alpha {changed} from {before.alpha:.4g} to {after.alpha:.4g}: {why}")
         elif after.kinds != before.kinds:
             self.changes.append(f"other placements ({after.binding}): {why}")
         else:

@@ -278,7 +278,7 @@ def _prepared(asked: dict[str, Any], config: MemoConfig, section: dict[str, Any]
     }
     if config.tile_tokens:
         mark_around_leaf_modules([layer for _, layer in layers])
-    undo.enter_context(kernels.use_kernels(model, config))
+    undo.enter_context(kernels.use_kernels(model, config, torch.device(get_accelerator().current_device_name())))
     if config.kernels.adam:
         asked["optimizer"] = kernels.fused_adam(section, model, asked.get("model_parameters"), asked.get("optimizer"))
     return shared

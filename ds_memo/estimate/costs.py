@@ -127,7 +127,9 @@ class Costs:
     @cached_property
     def _kernels(self) -> dict[Attention, AttentionKernel]:
         """The kernel of each call of attention at this length."""
-        return {call: self.hardware.attention_kernel(call) for call in self.model.measured.attention}
+        queries = round(self.seq_length / (self.layout.ring * self.layout.cp))
+        calls = self.model.measured.attention
+        return {call: self.hardware.attention_kernel(call._replace(queries_of_a_head=queries)) for call in calls}
 
     @property
     def _machine(self) -> Hardware:

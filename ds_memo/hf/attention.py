@@ -9,8 +9,11 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import nn
 
+from ds_memo.attention_kernel import FA4
+from ds_memo.remat import attention_kernels
 from ds_memo.remat.functions import keep_whole
 from ds_memo.remat.shared_changes import Undo, for_good, need
 from ds_memo.tiles.attention_call import catch_from
@@ -96,4 +99,31 @@ def _keeping(load: Callable[..., Any]) -> Callable[..., Any]:
 
 @functools.cache
 def _kept(function: Callable[..., Any] | None) -> Callable[..., Any] | None:
-    return function if function is None or function.__module__ in _OBSERVED else keep_whole(function)
+    if function is None or function.__module__ in _OBSERVED:
+        return function
+    kept = keep_whole(function)
+    return _by_flash_op(kept) if function.__module__.startswith("flash_attn.cute") else kept
+
+
+_OF_FLASH_OP = {"softmax_scale", "causal", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"}
+_OFF = (None, False, 0, (None, None), (-1, -1))
+"""Values of other arguments with which they change nothing."""
+
+
+def _by_flash_op(kept: Callable[..., Any]) -> Callable[..., Any]:
+    """Have flash-attn 4 run by PyTorch's flash op, which tiles can cut and split by heads, where it is active and can serve."""
+
+    @functools.wraps(kept)
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        others = [value for name, value in kwargs.items() if name not in _OF_FLASH_OP]
+        borders = kwargs.get("cu_seqlens_q"), kwargs.get("cu_seqlens_k")
+        longest = (q.shape[1], k.shape[1]) if borders[0] is None else (kwargs.get("max_seqlen_q"), kwargs.get("max_seqlen_k"))
+        off = not args and not any(isinstance(value, torch.Tensor) or value not in _OFF for value in others)
+        kernel = attention_kernels.choice(attention_kernels.described(q, v), q.device)
+        if not off or not all(isinstance(length, int) for length in longest) or kernel.name != FA4:
+            return kept(q, k, v, *args, **kwargs)
+        attention_kernels.note(kernel)
+        how = *borders, *longest, 0.0, bool(kwargs.get("causal")), False
+        return torch.ops.aten._flash_attention_forward(q, k, v, *how, scale=kwargs.get("softmax_scale"))[0]
+
+    return attend

@@ -235,7 +235,8 @@ class Bench:
 
     def timed(self, placement: Placement) -> tuple[float, ...]:
         """Return the seconds of each part: medians."""
-        sustain(self._device, partial(self.run, placement))
+        self.run(placement)
+        sustain(self._device)
         times = [self.run(placement, partial(now, self._device)) for _ in range(repeats(self._device))]
         synchronize(self._device)
         seconds = ([seconds_between(*pair) for pair in pairwise(points)] for points in times)
@@ -247,7 +248,8 @@ class Bench:
         The difference of two backwards would not do: on a CPU, where the allocator's pages come and go, it is noisier than a
         replay is long.
         """
-        sustain(self._device, partial(self.run, ON_DEVICE))
+        self.run(ON_DEVICE)
+        sustain(self._device)
         self._engine.replays = []
         for _ in range(repeats(self._device)):
             self.run(ON_DEVICE)
@@ -260,7 +262,8 @@ class Bench:
 
     def watched(self) -> Stopwatch:
         """Time each GEMM, attention and choice of one run."""
-        sustain(self._device, partial(self.run, NO_RECOMPUTE))
+        self.run(NO_RECOMPUTE)
+        sustain(self._device)
         with Stopwatch(self._device) as watch:
             start = watch.now()
             outputs = self.forward(NO_RECOMPUTE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import inspect
 import json
@@ -90,6 +91,8 @@ def _code(module: nn.Module) -> str:
         forward = inspect.unwrap(getattr(forward, "__func__", forward))
         digest.update(f"{getattr(forward, '__module__', '')}.{getattr(forward, '__qualname__', '')}".encode())
         digest.update(getattr(getattr(forward, "__code__", None), "co_code", b""))
+        if isinstance(forward, functools.partial):  # the function of a kernel, and the kernel
+            digest.update(" ".join(getattr(x, "__qualname__", "") for x in (forward.func, *forward.args)).encode())
     return digest.hexdigest()
 
 

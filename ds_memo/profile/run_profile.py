@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ds_memo.placement import Tiles
@@ -47,6 +47,14 @@ class LayerProfile:
         if tiles is None or not self.in_tiles or length <= tiles.tokens:
             return whole
         return in_tiles(whole, self.in_tiles, batch, length, tiles)
+
+    def seconds(self) -> list[dict[str, Any]]:
+        """Return what was measured: whole, attention alone, and in tiles. For display only."""
+        whole = ("forward_s", "attention_s", "backward_s", "attention_backward_s", "replay_s", "gemm_s")
+        found = [{"length": sample.length} | {name: getattr(sample, name) for name in whole} for sample in self.samples]
+        found += [asdict(self.attention)] if self.attention else []
+        tiled = ({"length": sample.length, "tile_tokens": sample.tile_tokens} | sample.by_part() for sample in self.in_tiles)
+        return [*found, *tiled]
 
     def off(self) -> float:
         """Return the relative error of the lines' seconds at the check; inf if a size is off by more than 1 %."""

@@ -1,12 +1,11 @@
 """Points of the device's work and the seconds between them; and the seconds of a layer's GEMMs, attention and choices.
 
 A GPU that was idle clocks higher than it can keep up: GEMMs on an H200 fell from 797 to 670 TFLOP/s within 0.12 s. So
-work is measured behind SUSTAINED_S of such work, without a pause, and events of CUDA time it: nothing waits for the host.
+work is measured behind SUSTAINED_S of work without a pause, and events of CUDA time it: nothing waits for the host.
 """
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -44,14 +43,14 @@ def now(device: torch.device) -> Any:
         return _of_meta[-1]()
     if device.type != "cuda":
         return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
+    event = torch.Event(device, enable_timing=True)
     event.record(torch.cuda.current_stream(device))
     return event
 
 
 def seconds_between(start: Any, end: Any) -> float:
     """Return the seconds between two points that the device has passed."""
-    return start.elapsed_time(end) * 1e-3 if isinstance(start, torch.cuda.Event) else end - start
+    return start.elapsed_time(end) * 1e-3 if isinstance(start, torch.Event) else end - start
 
 
 def synchronize(device: torch.device) -> None:
@@ -59,17 +58,22 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def sustain(device: torch.device, run: Callable[[], Any]) -> None:
-    """Warm up. A GPU gets SUSTAINED_S of such work, and is still at it when this returns."""
-    run()
+def sustain(device: torch.device) -> None:
+    """Have a GPU work for SUSTAINED_S without a pause. It is still at it when this returns.
+
+    Products of random numbers take the power that training takes, those of ones do not. They are this rank's alone: a layer's
+    ranks may wait for each other, and would run it equally often.
+    """
     if device.type != "cuda" or not SUSTAINED_S:
         return
-    begin = now(device)
-    run()
-    end = now(device)
-    end.synchronize()
-    for _ in range(math.ceil(SUSTAINED_S / seconds_between(begin, end))):
-        run()
+    x = torch.randn(4096, 4096, dtype=torch.bfloat16, device=device, generator=torch.Generator(device))
+    begin, ends = now(device), list[Any]()
+    while len(ends) < 2 or seconds_between(begin, ends[-2]) < SUSTAINED_S:
+        for _ in range(50):
+            torch.mm(x, x)
+        ends.append(now(device))
+        if len(ends) > 1:
+            ends[-2].synchronize()  # there is work behind it
 
 
 class Stopwatch(ObservesFunctions):

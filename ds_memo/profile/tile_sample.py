@@ -51,6 +51,9 @@ class TileSample:
         """Return the peaks of each part in the most of the groups measured that are not more than these."""
         return self.peaks[min(groups.bit_length(), len(self.peaks)) - 1]
 
+    def by_part(self) -> dict[str, float]:
+        return {f"{part}_s": seconds for part, seconds in zip(PARTS, self.seconds, strict=True)}
+
     @property
     def cut(self) -> Cut:
         return Cut.of(self.batch, self.length, self.tile_tokens)

@@ -94,6 +94,12 @@ def choice(call: Attention, device: torch.device) -> AttentionKernel:
     return attention_kernel(call, capability, running(), _process.configured, _cudnn_first(device))
 
 
+def described(q: torch.Tensor, v: torch.Tensor, mask: str = PLAIN, **more: Any) -> Attention:
+    """Return what the choice knows of a call: dtype, sizes of heads, and the setting of PyTorch."""
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    return Attention(str(q.dtype).removeprefix("torch."), q.shape[-1], v.shape[-1], mask, deterministic=deterministic, **more)
+
+
 def note(kernel: AttentionKernel) -> None:
     """Show a kernel that runs in the report, and warn once if it is not the one that the user asked for."""
     if kernel.name not in _process.chosen:
@@ -243,17 +249,12 @@ class _Route:
 
     def _serves(self, given: dict[str, Any]) -> bool:
         q, v = given["query"], given["value"]
-        others = "return_debug_mask", "alibi_slopes", "seqused_k", "block_table", "num_splits"
+        others = "return_debug_mask", "alibi_slopes", "seqused_k", "block_table", "num_splits"  # not proved for the packages
         windows = (given.get(f"window_size_{side}") for side in ("left", "right"))
-        call = Attention(
-            str(q.dtype).removeprefix("torch."),
-            q.shape[-1],
-            v.shape[-1],
-            PLAIN if all(window in (None, -1) for window in windows) else WINDOW,
-            dropout=bool(given.get("dropout_p")),
-            deterministic=torch.are_deterministic_algorithms_enabled(),
-        )
-        return not any(given.get(name) for name in others) and not flash_refusal(self._name, call, self._capability)
+        mask = PLAIN if all(window in (None, -1) for window in windows) else WINDOW
+        call = described(q, v, mask, dropout=bool(given.get("dropout_p")))
+        plain = all(given.get(name) is None or given.get(name) is False for name in others)
+        return plain and not flash_refusal(self._name, call, self._capability)
 
 
 def _check(device: torch.device) -> None:

@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, _sdpa_kern
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ds_memo.attention_kernel import CUDNN, CUDNN_ELEMENTS, Attention
+from ds_memo.attention_kernel import CUDNN, CUDNN_ELEMENTS
 from ds_memo.remat import attention_kernels
 from ds_memo.remat.autocast import cast, without_autocast
 from ds_memo.remat.undo import Undoing, stacks_restored
@@ -129,9 +129,7 @@ class _Guard(TorchFunctionMode):
 
 def _flash_serves(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout_p: float, **how: Any) -> bool:
     """Return True if FlashAttention-3 or 4 can run a call, by its own rules and PyTorch's."""
-    dtype, deterministic = str(q.dtype).removeprefix("torch."), torch.are_deterministic_algorithms_enabled()
-    call = Attention(dtype, q.shape[-1], v.shape[-1], dropout=bool(dropout_p), deterministic=deterministic)
-    kernel = attention_kernels.choice(call, q.device)
+    kernel = attention_kernels.choice(attention_kernels.described(q, v, dropout=bool(dropout_p)), q.device)
     if kernel.name not in attention_kernels.running():
         return False
     with by([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]), _disable_current_modes():

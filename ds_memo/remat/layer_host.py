@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 from torch.autograd.graph import register_multi_grad_hook
 from torch.nn.attention import SDPBackend
 
-from ds_memo.attention_kernel import FA3, FA4
+from ds_memo.attention_kernel import ASKED, FA3, FA4
 from ds_memo.errors import MemoError
 from ds_memo.layer_observer import LayerObserver
 from ds_memo.placement import Placement, PlacementKind
@@ -212,7 +212,7 @@ class LayerHost:
     def note_attention(self, recipe: Recipe) -> None:
         for op in recipe.ops:
             if isinstance(op, SavedOp) and op.is_attention and (found := attention_kernels.taken(op.func)):
-                self.attention_kernels[found[0]] = found[1]
+                self.attention_kernels[found[0]] = ASKED if found[0] == self._attention else found[1]
 
     def with_kernel(self, layer: Layer, fn: Callable[..., Any], *args: Any, elements: int = 0) -> Any:
         """Call ``fn(*args)`` with the attention kernel that memo.attention names.

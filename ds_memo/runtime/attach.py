@@ -107,7 +107,7 @@ def attach_model(
         join_split_blocks(device, (*model.parameters(), *model.buffers(), *gradients))
     with ExitStack() as undo:
         if ties is None:
-            undo.enter_context(use_kernels(model, config))  # last: a refusal leaves the model as it was
+            undo.enter_context(use_kernels(model, config, device))  # last: a refusal leaves the model as it was
         try:
             session = Session(model, config, found, device, ties or EngineTies())
             with ExitStack() as failed:

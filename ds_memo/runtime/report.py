@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ds_memo.hf.kernels import ACCOUNT
 from ds_memo.placement import PlacementKind
 from ds_memo.remat import attention_kernels
 from ds_memo.remat.layer_host import Work
@@ -52,6 +53,7 @@ def report(session: Session) -> Report:
         step_s=step_s,
         tokens_per_s=tokens_per_s,
         mfu=model_flops_utilization(session.model(), session.hidden_shape(), tokens_per_s, engine.device),
+        kernels=getattr(session.model(), ACCOUNT, None),
         attention_kernel=session.kernels_taken | attention_kernels.chosen(),
         eager_attention=dict(session.eager_attention),
         tiles=session.tiling.report() if session.tiling and _may_be_in_tiles(session) else None,

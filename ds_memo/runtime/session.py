@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from ds_memo.autotune.drives import Drives
+from ds_memo.autotune.kernel_seconds import PartClock
 from ds_memo.autotune.policy import RESIDENTS, PlacementPolicy
 from ds_memo.autotune.tuner import Tuner
 from ds_memo.config import MemoConfig
@@ -133,8 +134,9 @@ class Session:
             if self.tiling is not None:
                 undo_with(self.tiling.close)
             attention_kernels.use(device, config.attention, self.warn, undo_with)
-            observers, addresses = (*ties.observers, self.addresses), self.addresses
-            host = LayerHost(self.engine, self.policy, self.warn, config.attention, observers, addresses.aside)
+            self.clock, addresses = PartClock(self.engine.streams), self.addresses
+            observers, kernel = (*ties.observers, addresses, self.clock), config.attention
+            host = LayerHost(self.engine, self.policy, self.warn, kernel, observers, addresses.aside, self.clock.part_begins)
             self.kernels_taken = host.attention_kernels
             self.remat = Remat(host, self.tiling)
             self.tuner = None if self.policy.fixed else self._make_tuner()
@@ -170,8 +172,8 @@ class Session:
 
     def _make_tuner(self) -> Tuner:
         ties, warn = self.ties, self.warn
-        before = ties.before_probe, ties.gather_whole
-        return Tuner(self.config, self.remat, self.addresses, warn, ties.of_engine, *before, self.drives, self.heads)
+        more = ties.before_probe, self.clock, ties.gather_whole
+        return Tuner(self.config, self.remat, self.addresses, warn, ties.of_engine, *more, self.drives, self.heads)
 
     def _patch(self, model: nn.Module, layers: list[tuple[str, nn.Module]]) -> None:
         patches = self.patches

@@ -1,4 +1,6 @@
-"""Seconds of one layer in a schedule, as functions of alpha: more rows to copy, fewer to compute. All are affine, or convex."""
+"""Seconds of one layer in a schedule, as functions of alpha: more rows to copy, fewer to compute.
+
+All are affine, or convex. In tiles they are so at shares of whole tiles, and do not change between these."""
 
 from __future__ import annotations
 
@@ -101,6 +103,7 @@ class LayerTiming:
         )
 
     def at(self, alpha: float) -> Durations:
+        alpha = self._share(alpha)
         replay_s, waits_s = self.replay_s - self.saved_s * alpha, 0.0
         backward_s = self.backward_s + replay_s
         if self.tiles is not None:
@@ -111,13 +114,17 @@ class LayerTiming:
 
     def copies_at(self, alpha: float, until: float = float("inf")) -> tuple[float, float]:
         """Return `copies_s` and `copied_s` of the copies that begin before `until`, in seconds after the layer began."""
-        copies_s = copied_s = 0.0
+        alpha, copies_s, copied_s = self._share(alpha), 0.0, 0.0
         for after, constant, per_alpha in self.copies:
             if after < until:
                 seconds = constant + per_alpha * alpha
                 copies_s += seconds
                 copied_s = max(copied_s, after) + seconds
         return copies_s, copied_s
+
+    def _share(self, alpha: float) -> float:
+        """Return the share of the rows that is stored at `alpha`: in tiles, of whole ones."""
+        return alpha if self.tiles is None else self.tiles.stored(alpha) / self.tiles.count
 
     def _backward_in_tiles(self, alpha: float) -> tuple[float, float]:
         """Return the seconds of a backward in tiles, and of its waits for reloads.

@@ -12,7 +12,7 @@ import mmap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from ds_memo.placement import Placement, PlacementKind, Tiles, stored_rows
 from ds_memo.units import ALIGN, round_up
@@ -83,6 +83,17 @@ class TileCosts:
         return int(self.count * alpha + 1e-9)
 
 
+class Slowdown(NamedTuple):
+    """Factors on the seconds of a layer's parts."""
+
+    forward: float = 1.0
+    """Without attention."""
+    attention: float = 1.0
+    backward: float = 1.0
+    """Without attention's; with what is computed again."""
+    attention_backward: float = 1.0
+
+
 @dataclass(frozen=True, eq=False)
 class LayerCosts:
     """One layer at one length. Layers that are alike are the same object, and none equals another."""
@@ -110,6 +121,27 @@ class LayerCosts:
     """At alpha 0, without the attention output."""
     in_tiles: TileCosts | None = None
     """None: it runs whole."""
+
+    def slower(self, by: Slowdown) -> LayerCosts:
+        """Return the costs with these factors on its seconds."""
+        attention_s, attention_backward_s = by.attention * self.attention_s, by.attention_backward * self.attention_backward_s
+        tiles, again = self.in_tiles, by.backward
+        return replace(
+            self,
+            forward_s=by.forward * (self.forward_s - self.attention_s) + attention_s,
+            backward_s=by.backward * (self.backward_s - self.attention_backward_s) + attention_backward_s,
+            replay_s=again * self.replay_s,
+            gemm_s=again * self.gemm_s,
+            attention_s=attention_s,
+            attention_backward_s=attention_backward_s,
+            in_tiles=tiles
+            and replace(
+                tiles,
+                post_backward_s=again * tiles.post_backward_s,
+                pre_backward_s=again * tiles.pre_backward_s,
+                pre_again_s=again * tiles.pre_again_s,
+            ),
+        )
 
     def nbytes(self, *roles: OutputRole) -> int:
         return sum(output.nbytes for output in self.outputs if output.role in roles)

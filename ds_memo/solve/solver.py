@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 
+from ds_memo.placement import PlacementKind
 from ds_memo.solve.alpha import ALPHA_STEPS, best_alpha
 from ds_memo.solve.last_resort import last_resort
 from ds_memo.solve.memory import device_bytes, host_cap, most_that_fit, swapped_bytes
@@ -148,20 +149,37 @@ def _at(run: RunCosts, alpha: float, resident_layers: int | None) -> Solution:
 
 
 def _swapping(run: RunCosts, resident_layers: int | None, no_recompute: int = 0) -> Solution | None:
-    """Return the solution with the best alpha. Reload buffers count in full; None: device or host is too small for that."""
-    kinds = _most_residents(run, 1.0, resident_layers, no_recompute)
-    if kinds is None or swapped_bytes(run, kinds, 0.0) > run.host_budget:
+    """Return the solution with the best alpha; None: device or host is too small for any above 0."""
+    tried: dict[tuple[PlacementKind, ...], float] = {}
+    for most in _buffer_steps(run):
+        if (kinds := _most_residents(run, most, resident_layers, no_recompute)) is not None:
+            tried.setdefault(tuple(kinds), most)
+    found = [_swapping_up_to(most, run, kinds, no_recompute) for kinds, most in tried.items()]
+    return min((solution for solution in found if solution is not None), key=lambda solution: solution.step_s, default=None)
+
+
+def _buffer_steps(run: RunCosts) -> tuple[float, ...]:
+    """Return the alphas above which reload buffers take no more: up to half of the tiles, stored ones are no neighbours."""
+    return (1.0,) if run.tiles is None else (1.0, 0.5)
+
+
+def _swapping_up_to(most: float, run: RunCosts, kinds: Kinds, no_recompute: int) -> Solution | None:
+    """Return the solution with the best alpha up to `most`; None: the host is too small for any."""
+    if swapped_bytes(run, kinds, 0.0) > run.host_budget:
         return None
     layers = _swapped_layers(run, kinds)
     if not layers:
         used = of_budget(device_bytes(run, kinds, 1.0), run.device_budget)
         return judged(run, 1.0, kinds, f"device memory: {_in_words(len(kinds), no_recompute)} in {used} GiB")
-    cap = host_cap(layers, run.host_budget)
+    cap = min(most, host_cap(layers, run.host_budget))
     schedule = Schedule(run, kinds)
     alpha = best_alpha(lambda alpha: schedule.at(alpha).seconds, cap)
     use = host_use(run, swapped_bytes(run, kinds, alpha), alpha)
     if alpha >= 1:
         sentence = f"nothing: all rows fit the host and their copies hide; {use}"
+    elif alpha >= cap == most:
+        full = of_budget(device_bytes(run, kinds, 1.0), run.device_budget)
+        sentence = f"device memory: reload buffers for more than alpha {alpha:.4g} would take {full} GiB"
     elif alpha >= cap:
         sentence = use
     else:
@@ -225,7 +243,8 @@ def _without_some_recompute(run: RunCosts, solution: Solution) -> Solution:
         found = tried[number]
         return found.step_s if found is not None and found.alpha > 0 else math.inf
 
-    high = most_that_fit(n - 1, lambda number: _fits(run, place(n, 0, number), 1.0))
+    least = min(_buffer_steps(run))
+    high = most_that_fit(n - 1, lambda number: _fits(run, place(n, 0, number), least))
     most_that_fit(high - 1, lambda number: step_s(number + 1) < step_s(number))
     step_s(high)
     best = tried[min(tried, key=lambda number: (step_s(number), number))]
@@ -243,15 +262,17 @@ def _why_zero(run: RunCosts, kinds: Kinds, resident_layers: int | None) -> str:
     use = host_use(run, swapped_bytes(run, kinds, 0.0), 0.0)
     if host_cap(_swapped_layers(run, kinds), run.host_budget) <= 0:
         return use
-    full = device_bytes(run, kinds, 1.0)
-    if full > run.device_budget and _most_residents(run, 1.0, resident_layers) is None:
+    least = min(_buffer_steps(run))
+    full = device_bytes(run, kinds, least)
+    if full > run.device_budget and _most_residents(run, least, resident_layers) is None:
         return f"device memory: reload buffers for more than alpha 0 would take {of_budget(full, run.device_budget)} GiB"
     return _link(Schedule(run, kinds), 0.0)
 
 
 def _link(schedule: Schedule, alpha: float) -> str:
     """Return the sentence that names the copies that limit alpha: those whose stalls grow most beyond it."""
-    here, there = schedule.at(alpha), schedule.at(min(1.0, alpha + 1 / ALPHA_STEPS))
+    more = max(1 / ALPHA_STEPS, *(1 / timing.tiles.count for timing in schedule.timings if timing.tiles is not None), 0.0)
+    here, there = schedule.at(alpha), schedule.at(min(1.0, alpha + more))
     to_host = there.d2h_stall_s - here.d2h_stall_s >= there.h2d_stall_s - here.h2d_stall_s
     stall = here.d2h_stall_s + here.h2d_stall_s
     waits = f", stalls {stall:.3g} s a step" if stall > 1e-3 * here.seconds else ""
@@ -264,9 +285,11 @@ def _link(schedule: Schedule, alpha: float) -> str:
 def _with_rows(run: RunCosts, kinds: Kinds, because: str, most: float) -> Solution:
     """Return the solution for kinds that were packed at alpha 0, with the best alpha up to `most` that still fits."""
     n, alpha = len(run.layers), 0.0
-    if (layers := _swapped_layers(run, kinds)) and _fits(run, kinds, 1.0):
+    fits = next((step for step in _buffer_steps(run) if _fits(run, kinds, step)), 0.0)
+    if (layers := _swapped_layers(run, kinds)) and fits:
         schedule = Schedule(run, kinds)
-        alpha = best_alpha(lambda alpha: schedule.at(alpha).seconds, min(most, max(0.0, host_cap(layers, run.host_budget))))
+        most = min(most, fits, max(0.0, host_cap(layers, run.host_budget)))
+        alpha = best_alpha(lambda alpha: schedule.at(alpha).seconds, most)
     attention, gemms = sum(kind.recomputes_attention for kind in kinds), sum(kind.without_gemms for kind in kinds)
     again = f"{attention} of {n} layers recompute attention; " if attention else ""
     without = f"{gemms} of {n} layers stay on the device without GEMM outputs; " if gemms else ""

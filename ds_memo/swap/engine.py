@@ -3,7 +3,8 @@
     forward   a kept output is copied out as soon as it exists (event on compute, d2h waits for it);
               compute waits for the copies of frame i when layer i+2 begins, and frame i's device memory is freed.
     backward  the replay of frame i+1 issues the reload of frame i into a fresh buffer, after compute's event at that point;
-              the replay of frame i makes compute wait for it.
+              the replay of frame i makes compute wait for it. Of frames that come back with a small first tensor
+              alone two are on their way at once, so that the large one below them has twice as long.
 
 Device bytes: the resident frames, two swapped frames on their way out, two buffers on their way back, never more. A buffer is
 allocated on the compute stream when its reload is issued, and lives as long as a tensor refers to it. So frame i usually gets
@@ -100,7 +101,7 @@ class SwapEngine:
         self._stack: list[FrameRef] = []  # swapped frames, oldest first
         self._leaving: deque[weakref.ref[Frame]] = deque()  # those whose device memory is not freed yet
         self._unsent: tuple[Frame, Kept, torch.Tensor, Any] | None = None  # kept, but its copy is not issued yet
-        self._ahead: Callable[[], Frame | None] = lambda: None  # weak: the frame that was reloaded ahead
+        self._ahead: list[weakref.ref[Frame]] = []  # frames that were reloaded ahead
         self._pending: deque[PendingFree] = deque()
         self._closed = False
         slab.held_by(self)
@@ -227,9 +228,11 @@ class SwapEngine:
         self._let_go(frame)  # it is still there only if its tensors were changed in place: the error is raised again
         if frame.state == "returning" and frame.back is None:  # Ctrl-C came while its reload was issued
             self._send_away(frame)
-        below = then or self._next_below(frame)
-        if (ahead := self._ahead()) is not frame and ahead is not below:
-            self._send_away(ahead)
+        below = self._next_frames(frame) if then is None else [then]
+        for ref in self._ahead:
+            if (ahead := ref()) is not frame and ahead not in below:
+                self._send_away(ahead)
+        self._ahead = [ref for ref in self._ahead if ref() in below]
         if frame.resident:
             frame.check_unchanged()
             frame.move("ready")
@@ -242,10 +245,11 @@ class SwapEngine:
             for stream in frame.side_streams:  # the replay reads its part there
                 self._record(frame.slots, stream)
             frame.move("ready")
-        if below is not None and below.ahead and not below.resident and below.state in ("away", "done") and self.home.has(below):
-            self.traffic.frames_prefetched += 1
-            self._reload(below)
-            self._ahead = weakref.ref(below)
+        for later in below:
+            if later.ahead and not later.resident and later.state in ("away", "done") and self.home.has(later):
+                self.traffic.frames_prefetched += 1
+                self._reload(later)
+                self._ahead.append(weakref.ref(later))
         frame.replays += not again
         self.home.read_ahead(frame)
 
@@ -367,6 +371,15 @@ class SwapEngine:
     def _record(self, tensors: Mapping[int, torch.Tensor], stream: Any) -> None:
         for tensor in tensors.values():
             self.streams.record(tensor, stream)
+
+    def _next_frames(self, frame: Frame) -> list[Frame]:
+        """Return the frames to reload during the backward of this one: the next below it, and where both come small one more.
+
+        So no more bytes are on the device than two buffers take.
+        """
+        below = self._next_below(frame)
+        after = self._next_below(below) if below is not None and frame.comes_small and below.comes_small else None
+        return [found for found in (below, after) if found is not None]
 
     def _next_below(self, frame: Frame) -> Frame | None:
         """Return the youngest older frame that backward has reached as often as this one, if any."""

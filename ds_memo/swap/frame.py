@@ -188,6 +188,12 @@ class Frame:
         """True if nothing that is kept goes to the host."""
         return self.placement.kind.on_device
 
+    @property
+    def comes_small(self) -> bool:
+        """True if its first tensor comes back alone, and takes half of the reload buffer at most."""
+        kept = self.layout.kept
+        return self.first_only and len(kept) > 1 and 2 * kept[1].buffer_offset <= self.layout.buffer_bytes
+
     def move(self, state: str) -> None:
         """Go to another state. Raise MemoError if the diagram at the top of this file has no such step."""
         if state not in _NEXT[self.state]:

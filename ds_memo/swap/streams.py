@@ -226,6 +226,8 @@ class CudaStreams:
         """Those that were current so far, by their CUDA handle."""
         self._stall = {D2H: 0.0, H2D: 0.0}
         self._waits: deque[tuple[str, torch.Event, torch.Event]] = deque()
+        self.noted: list[tuple[torch.Event, torch.Event]] | None = None
+        """Where waits of compute are added, each with events before and behind it. None: nowhere."""
 
     def _compute(self) -> torch.cuda.Stream:
         handle = torch._C._cuda_getCurrentRawStream(self.device.index)
@@ -252,6 +254,8 @@ class CudaStreams:
         event.wait(compute)
         after.record(compute)
         self._waits.append((event.stream, before, after))
+        if self.noted is not None:
+            self.noted.append((before, after))
         if len(self._waits) >= self._MEASURED_AT_ONCE:
             self._measure()
 

@@ -1,7 +1,6 @@
-"""Training under a limit that the kernel keeps. test_host_limits.py calls each of these in a process of its own, which it spoils:
+"""Training as an ordinary user under RLIMIT_MEMLOCK. Blocks are locked with mlock(2) where CUDA would lock them.
 
-memlock   RLIMIT_MEMLOCK, as an ordinary user; blocks are locked with mlock(2) where CUDA would lock them
-cgroup    a memory cgroup of its own, which gets a limit once the model is there
+test_host_limits.py calls it in a process of its own, which it spoils.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from tests.models import Batch, build, step
 MIB = 1 << 20
 libc = ctypes.CDLL(None, use_errno=True)
 SWAPPED = {"enabled": True, "resident_layers": 0, "plan": {"enabled": False}}
-LITTLE, MUCH = Batch.random(8, 256), Batch.random(32, 256)
+BATCH = Batch.random(8, 256)
 
 
 def be_bound_by_limits() -> None:
@@ -73,7 +72,7 @@ def train(batch: Batch, device_memory_gib: float, said: dict[str, Any]) -> None:
     os.environ["XDG_CACHE_HOME"] = "/dev/null"
     model = build("llama")
     handle = ds_memo.attach(model, {**SWAPPED, "device_memory_gib": device_memory_gib})
-    said["budget_at_start"], said["room_at_start"] = inside(handle).slab.budget.nbytes, host_memory.available_bytes()
+    said["budget_at_start"] = inside(handle).slab.budget.nbytes
     for _ in range(4):
         try:
             step(model, batch)
@@ -94,20 +93,5 @@ def memlock(nbytes: int, look: bool) -> dict[str, Any]:
     resource.setrlimit(resource.RLIMIT_MEMLOCK, (nbytes, nbytes))
     be_bound_by_limits()
     lock_as_cuda_would(look)
-    train(LITTLE, 0.022, said)
+    train(BATCH, 0.022, said)
     return said | {"locked": locked_by_kernel()}
-
-
-def cgroup(folder: Path) -> dict[str, Any]:
-    said: dict[str, Any] = {}
-    (folder / "cgroup.procs").write_text(str(os.getpid()))
-    is_v1 = (folder / "memory.limit_in_bytes").exists()
-    limit, used = ("memory.limit_in_bytes", "memory.usage_in_bytes") if is_v1 else ("memory.max", "memory.current")
-    step(build("llama"), MUCH)  # what the libraries take is taken
-    (folder / limit).write_text(str(int((folder / used).read_text()) + 256 * MIB))
-    said["limit"] = int((folder / limit).read_text())
-    said["room"] = host_memory.available_bytes()
-    os.environ["LOCAL_WORLD_SIZE"] = "8"  # as one of eight: activations of a CPU live in the same cgroup
-    train(MUCH, 0.5, said)
-    peak = folder / ("memory.max_usage_in_bytes" if is_v1 else "memory.peak")
-    return said | {"most_used": int(peak.read_text()) if peak.exists() else 0}

@@ -41,18 +41,6 @@ def inputs(encoder: int, decoder: int) -> dict[str, torch.Tensor]:
     return {**batch(encoder), "labels": batch(decoder, seed=1)["labels"]}
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::ds_memo.errors.MemoWarning")  # T5 has attention materialised
-@pytest.mark.parametrize("build", [encoder_and_decoder, t5])
-def test_gradients_with_what_is_configured(build: Callable[[], nn.Module]) -> None:
-    config = {"alpha": 0.5, "resident_layers": 1}
-    report = compare_with_stock(
-        build(), lambda model, number: outcome(model, inputs(*LENGTHS[number])), config, steps=len(LENGTHS)
-    )
-    assert config.items() <= report.items() and report["bytes_to_host"]
-    assert not any("profile" in warning for warning in report["warnings"])
-
-
 def test_without_a_profile(tmp_path: Path) -> None:
     """It is said once, it shows in the report, and gradients are stock's."""
     model = encoder_and_decoder()

@@ -40,15 +40,6 @@ def test_the_second_start_does_not_measure(monkeypatch: pytest.MonkeyPatch) -> N
     assert profiled()["profile"]["from_cache"]
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::ds_memo.errors.MemoWarning")
-def test_another_run_measures_for_itself() -> None:
-    profiled()
-    assert not profiled(build("plain"))["profile"]["from_cache"]
-    assert not profiled(build("llama").double())["profile"]["from_cache"]
-    assert profiled()["profile"]["from_cache"]
-
-
 # ---- files that are no good
 
 

@@ -17,10 +17,9 @@ from ds_memo.autotune.pending_calls import CallsInFlight
 from ds_memo.profile import run
 from ds_memo.profile.live import LiveBytes
 from ds_memo.runtime.handle import MemoHandle
-from ds_memo.units import GIB
 from tests.everyday import everyday
 from tests.inside import inside
-from tests.models import Batch, Toy, assert_same, assert_same_grads, build, gradients, step
+from tests.models import Batch, Toy, assert_same_grads, build, gradients
 
 HEAD = 600 << 10
 """Bytes of logits and loss of one forward, which only a log of planned addresses would show."""
@@ -102,36 +101,6 @@ def test_a_host_that_one_forward_fills(tmp_path: Path, times_by_flops: None, mon
     handle.detach()
 
 
-@pytest.mark.slow
-def test_a_host_for_the_frames_of_one_call(tmp_path: Path) -> None:
-    """The first pass, in which the calls show, takes no more of it than was solved for."""
-    model = shared(1, 8)
-    want = steps(copy.deepcopy(model), 1)[0][1]
-    other = copy.deepcopy(model)
-    alone = attached(other, tmp_path, alpha=0.0, resident_layers=0, device_memory_gib=0.005)
-    steps(other, 1)
-    of_one = alone.report()["host"]["peak_used"] / 8
-    alone.detach()
-    handle = attached(model, tmp_path, device_memory_gib=5 / 1024, host_memory_gib=3 * of_one / GIB)
-    for _, got in steps(model, 3):
-        assert_same_grads(got, want, ROUNDING)
-    assert "solved for 8 calls" in handle.report()["profile"]["changes"][0]
-    assert "8 calls of 1 layers" in str(handle.report())
-    handle.detach()
-
-
-@pytest.mark.slow
-def test_with_planned_addresses(tmp_path: Path) -> None:
-    model = shared(2, 3)
-    want = steps(copy.deepcopy(model), 1)[0][1]
-    handle = attached(model, tmp_path, device_memory_gib=8 / 1024, plan={})
-    for _, got in steps(model, 6):
-        assert_same_grads(got, want, ROUNDING)
-    plan = handle.report()["plan"]
-    assert plan["hits"] > 100 and not any(plan["misses"].values())
-    handle.detach()
-
-
 def test_calls_that_nobody_expected_are_not_beside_the_layers(tmp_path: Path) -> None:
     """The first pass is solved for one of each: the others' frames are in its log, and are solved for from then on."""
     model = shared(3, 2)
@@ -191,34 +160,6 @@ def test_what_else_is_checkpointed_beside_the_layers(tmp_path: Path) -> None:
     handle.detach()
 
 
-@pytest.mark.parametrize("kind", everyday(["mapping", "object", "opaque"], ["mapping"]))
-def test_batches_that_are_objects(kind: str, tmp_path: Path) -> None:
-    """A length that only such an object tells has its own setting."""
-    from transformers import BatchEncoding
-
-    class Taking(Toy):
-        def forward(self, batch: Any) -> types.SimpleNamespace:
-            batch = batch() if callable(batch) else batch
-            x, labels = (batch["x"], batch["y"]) if isinstance(batch, BatchEncoding) else (batch.x, batch.y)
-            return super().forward(x, labels)
-
-    def wrap(batch: Batch) -> Any:
-        inside = types.SimpleNamespace(x=batch.embeds, y=batch.labels)
-        if kind == "mapping":
-            return BatchEncoding({"x": batch.embeds, "y": batch.labels})
-        return inside if kind == "object" else lambda: inside
-
-    torch.manual_seed(0)
-    model = Taking(layers=4)
-    handle = attached(model, tmp_path, device_memory_gib=8 / 1024)
-    checkpointing = []
-    for length in (32, 512, 32, 512):
-        model(wrap(Batch.random(2, length))).loss.backward()
-        checkpointing.append(handle.report()["checkpointing"])
-    assert checkpointing == [False, True, False, True]
-    handle.detach()
-
-
 def test_a_model_of_which_only_parts_are_called(tmp_path: Path) -> None:
     """The loss is worked out from inner parts: nothing is solved for, and that is said."""
     model = build("llama")
@@ -238,25 +179,6 @@ def test_a_model_of_which_only_parts_are_called(tmp_path: Path) -> None:
         optimizer.step()
     assert_same_grads(got, inner(stock), ROUNDING)
     assert handle.report()["tokens_per_s"] is None
-    handle.detach()
-
-
-def test_functions_of_no_module(tmp_path: Path) -> None:
-    class Closures(Toy):
-        def run_blocks(self, x: torch.Tensor) -> torch.Tensor:
-            for block in self.blocks:
-                x = ds_memo.checkpoint(lambda x, block=block: block(x), x) if self.checkpoints else block(x)
-            return x
-
-    torch.manual_seed(0)
-    model = Closures(layers=3)
-    model.checkpoints = False
-    want = step(copy.deepcopy(model), BATCH)
-    model.checkpoints = True
-    handle = attached(model, tmp_path, layers=[])
-    with pytest.warns(ds_memo.MemoWarning, match="functions of no module"):
-        assert_same(step(model, BATCH), want)
-    assert handle.report()["binding"].startswith("layers not known")
     handle.detach()
 
 

@@ -66,26 +66,6 @@ def test_a_short_first_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     handle.detach()
 
 
-@pytest.mark.slow
-def test_what_cannot_be_measured_again_stays_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    handle, tried = attached(model := build("llama"), tmp_path), []
-    step(model, SHORT)
-    before = working(handle)
-
-    def full(*args: Any) -> None:
-        tried.append(args)
-        raise RuntimeError("the device is full")
-
-    monkeypatch.setattr(run, "measure", full)
-    stock = build("llama")
-    for _ in range(10):
-        assert_same(step(model, LONG), step(stock, LONG))
-    assert working(handle) == before and not measured_again(handle)
-    assert any("what it took before is scaled" in warning for warning in handle.report()["warnings"])
-    assert len(tried) == 2 * 8  # at a short length and its own
-    handle.detach()
-
-
 @pytest.mark.parametrize("nothing", [(0, 16), (2, 0)], ids=["no sequence", "no token"])
 def test_first_batches_without_tokens(tmp_path: Path, nothing: tuple[int, int]) -> None:
     """The profile waits for one with tokens."""

@@ -92,17 +92,6 @@ def test_layers_with_and_without_attention() -> None:
     assert report["host"]["slab"] == pytest.approx(report["most_host_bytes"], rel=0.02)
 
 
-def test_never(profile: Any) -> None:
-    """Then layers that do not fit recompute attention, or the run is refused."""
-    section = {"device_memory_gib": 1.5 * least(profile, SMALL) / GIB, "tile_tokens": 0}
-    try:
-        _, report = trained(small("llama"), plan={"enabled": False}, **section)
-    except ds_memo.MemoError as refused:
-        assert "device memory" in str(refused)
-    else:
-        assert report["tiles"] is None
-
-
 def test_a_given_tile_with_the_rest_solved() -> None:
     _, report = trained(small("llama"), tile_tokens=512, plan={"enabled": False})
     assert report["tiles"]["tokens"] == 512 and report["tiles"]["layers"] == [0, 1]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import itertools
 import re
 from typing import Any
 
@@ -14,20 +13,16 @@ import torch
 import ds_memo
 from ds_memo.autotune import learning
 from ds_memo.autotune.learning import Link, Totals
-from ds_memo.distributed import agree
 from ds_memo.memory.device import DeviceBudget
 from ds_memo.placement import PlacementKind, spread
 from ds_memo.profile.layer import measure
 from ds_memo.runtime.passes import place as place_calls
-from ds_memo.solve import headroom
 from ds_memo.solve.memory import device_bytes
-from ds_memo.solve.placement_kinds import place
 from ds_memo.solve.refusals import NothingFits
-from ds_memo.solve.solver import solve
 from ds_memo.swap import pinned_segments
 from tests.everyday import everyday
 from tests.inside import inside
-from tests.models import LAYERS, VOCAB, Batch, assert_same, build, step
+from tests.models import LAYERS, Batch, assert_same, build, step
 from tests.placements import kinds, sets, swapped_at
 from tests.profile.test_bandwidth import Throttled
 
@@ -154,42 +149,6 @@ def test_a_guess_of_what_is_to_come_refuses_no_run(monkeypatch: pytest.MonkeyPat
     handle.detach()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name, residents, alpha", [("llama", 0, 0.0), ("llama", LAYERS, None), ("gpt2", 1, 0.5)])
-def test_predicted_device_bytes_are_the_arenas(name: str, residents: int, alpha: float | None) -> None:
-    """Within 1 %, at a length where activations dominate. Requests below 64 KiB have no planned address, parameters' small
-    gradients are counted with the layer's backward: that is what is left of the difference."""
-    tokens = torch.randint(0, VOCAB, (2, 1400), generator=torch.Generator().manual_seed(3))
-    length = {"n_positions": 1400} if name == "gpt2" else {}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(headroom, "solve", lambda *args, **more: solved.append(args[0]) or solve(*args, **more))
-        solved: list[Any] = []
-        probe = build(name, **length)
-        handle = attached(probe)
-        probe(input_ids=tokens, labels=tokens)
-        handle.detach()
-    run = solved[0]
-    wanted = device_bytes(run, place(LAYERS, residents), 1.0 if alpha is None else alpha)
-    model = build(name, **length)
-    given = {} if alpha is None else {"alpha": alpha}
-    handle = ds_memo.attach(model, {"enabled": True, "device_memory_gib": (wanted * 1.001 + 4096) / GIB, **given})
-    for _ in range(4):
-        model(input_ids=tokens, labels=tokens).loss.backward()
-        model.zero_grad()
-    report = handle.report()
-    handle.detach()
-    solved, arena = inside(handle).policy.pass_solution, report["plan"]["arena"]
-    assert report["predicted"]["device_bytes"] == pytest.approx(arena, rel=0.01)
-    # The comparison can fail: another alpha, or the sum of frames, two buffers and working bytes, is not what is counted.
-    other = 0.5 if alpha == 0.0 else 0.0
-    if sets(solved.solution).on_device != frozenset(range(LAYERS)):
-        assert device_bytes(solved.run, solved.solution.kinds, other) != pytest.approx(arena, rel=0.1)
-    if alpha == 0.0:
-        one = solved.run.layers[0]
-        naive = one.working.backward + 2 * one.small_frame_bytes + len(sets(solved.solution).on_device) * one.frame_bytes
-        assert naive < 0.9 * arena
-
-
 @pytest.mark.parametrize("share, adam, fits", [(1.1, True, True), (0.9, False, False)])
 def test_what_is_left_alone_is_there_for_a_pass_that_needs_it(
     costs: Any, monkeypatch: pytest.MonkeyPatch, share: float, adam: bool, fits: bool
@@ -309,7 +268,7 @@ def test_copies_that_are_slower_than_profiled(costs: Any, link: float, slow: boo
         optimizer.step()
     changes = handle.report()["profile"]["changes"]
     if slow:
-        assert alphas[0] == alphas[5] > alphas[6] == alphas[7]
+        assert alphas[0] == alphas[3] > alphas[4] == alphas[7]
         assert len(changes) == 1 and re.match(r"alpha lowered from .* of the profiled bandwidth", changes[0])
     else:
         assert len(set(alphas)) == 1 and changes == []
@@ -336,7 +295,7 @@ class Refusing:
 
 
 @pytest.mark.parametrize(
-    "analysed, nth", everyday(itertools.product((False, True), range(LAYERS)), [(False, LAYERS - 1), (True, 1)])
+    "analysed, nth", everyday([(False, 0), (False, LAYERS - 1), (True, 1)], [(False, LAYERS - 1), (True, 1)])
 )
 def test_a_failure_at_every_slab_request(monkeypatch: pytest.MonkeyPatch, nth: int, analysed: bool) -> None:
     """In the first step, which analyses layers, or a later one: calls without room are recomputed, and nothing leaks."""
@@ -383,13 +342,6 @@ def test_after_a_refusal_the_tuner_asks_for_less(costs: Any, monkeypatch: pytest
 
 
 # ---- ranks
-
-
-def test_configurations_that_differ_name_the_ranks() -> None:
-    ranks = [{"memo.alpha": 0.5, "memo.enabled": True}] * 2 + [{"memo.alpha": None, "memo.enabled": True}]
-    with pytest.raises(ds_memo.MemoError, match=r"memo\.alpha: 0\.5 on ranks 0, 1, None on rank 2$"):
-        agree.refuse_differences("the section", ranks)
-    agree.refuse_differences("the section", ranks[:2])
 
 
 # ---- ablation

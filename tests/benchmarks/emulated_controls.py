@@ -17,13 +17,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import ds_memo
 from benchmarks import emulator
 from benchmarks.emulated_order import Unordered
 from benchmarks.emulated_process import run_emulated, without_values
 from benchmarks.emulated_time import Clock, keeping_time
+from ds_memo.autotune.kernel_seconds import KernelSeconds
 from ds_memo.estimate import hardware
 from ds_memo.nvme.direct_files import DirectFiles
-from ds_memo.swap.engine import SwapEngine
+from ds_memo.profile import attention_alone, stopwatch
+from ds_memo.profile import layer as layer_profile
 from ds_memo.swap.host_pool import HostPool
 from ds_memo.swap.host_slab import HostSlab
 from ds_memo.swap.stream_protocol import D2H
@@ -54,59 +57,6 @@ def item_in_a_hook(clock: Clock) -> dict[str, Any]:
     with mock.patch.object(emulator, "build", build_with_a_hook):
         memo = {"alpha": 0.5, "resident_layers": 2}
         return emulator.syncs(lambda around: emulator.step(clock, "gpt7b", 16384, memo, around=around))
-
-
-class Routed(Block):
-    """A layer that returns its router's choice beside its hidden states."""
-
-    def __init__(self) -> None:
-        super().__init__(2048)
-        self.router = nn.Linear(2048, 64)
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        x = x + self.attend(x)
-        weight, choice = self.router(x).softmax(-1).topk(2)
-        return x + self.feed(x) * weight.sum(-1, keepdim=True), choice
-
-
-class Stack(nn.Module):
-    def __init__(self, layers: list[nn.Module]) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(layers)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x, choice = layer(x)
-            choice.add_(0)  # it is the caller's
-        return x.sum()
-
-
-def routed(clock: Clock, engine: type[SwapEngine] = SwapEngine) -> dict[str, Any]:
-    """Layers whose callers change what they return, while the copies of a layer take as long as its kernels."""
-    with DEVICE:
-        torch.set_default_dtype(torch.bfloat16)
-        model, x = Stack([Routed() for _ in range(6)]), torch.randn(1, 65536, 2048)
-        torch.set_default_dtype(torch.float32)
-    clock.link_share(8.0)
-    with attached(
-        model, CudaStreams(DEVICE), {"alpha": 1.0, "resident_layers": 0, "tile_tokens": 0, "host_memory_gib": 100}, engine
-    ):
-
-        def run(around: Callable[[int], Any]) -> None:
-            for number in range(1, emulator.STEPS + 1):
-                with around(number):
-                    model(x).backward()
-
-        return emulator.syncs(run)
-
-
-class WaitsForTheQueue(SwapEngine):
-    """Compute waits for all copies that were issued, and not for that of the tensor that may change."""
-
-    def about_to_change(self, frame: Any, tensor: torch.Tensor) -> None:
-        for index in frame.copied:
-            frame.copied[index] = self.streams.mark(D2H)
-        super().about_to_change(frame, tensor)
 
 
 # ---- several compute streams
@@ -184,6 +134,54 @@ def compute_streams(clock: Clock, *models: str, guarded: bool = True) -> dict[st
     return found
 
 
+# ---- a card that cannot keep up its clock
+
+
+def slowing_down(clock: Clock, sustained: bool = False, learns: bool = True, **memo: Any) -> list[Any]:
+    """Train on a card that takes 18 % longer after 0.2 s of work without a pause, as an H200 does.
+
+    Args:
+        sustained: True: the profile works as long before each sample, and attention runs alone. False: the host pauses there.
+        learns: False: training corrects no prediction.
+
+    Returns:
+        A row for each step: the milliseconds of its layers, predicted and measured, and what was changed.
+    """
+    clock.boost(0.2, 1.18)
+    clock.link_share(4.0)  # layers are what binds
+    warm_up = layer_profile.sustain
+
+    def after_a_pause(*args: Any) -> None:
+        torch.cuda.synchronize()
+        clock.host_waits_until(clock.now() + 0.1)
+        warm_up(*args)
+
+    layer_profile.sustain = attention_alone.sustain = after_a_pause
+    if sustained:
+        stopwatch.SUSTAINED_S = 0.4
+    else:
+        attention_alone.MOST_S = 0.0
+    if not learns:
+        KernelSeconds.measured = lambda *_: None  # type: ignore[method-assign]
+    model = OnStreams([Block(2048) for _ in range(6)], [torch.cuda.default_stream()]).to(DEVICE, torch.bfloat16)
+    x = torch.randn(1, 32768, 2048, device=DEVICE, dtype=torch.bfloat16)
+    optimizer, rows = torch.optim.SGD(model.parameters(), lr=0.0), []
+    handle = ds_memo.attach(model, {"device_memory_gib": 3} | memo)
+    for _ in range(8):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        model(x).backward()
+        end.record()
+        end.synchronize()
+        report = handle.report()
+        row = {"predicted": 1e3 * report["predicted"]["layers_s"], "measured": begin.elapsed_time(end), "tiles": report["tiles"]}
+        rows.append(row | report["profile"])
+        optimizer.step()
+        optimizer.zero_grad()
+    handle.detach()
+    return rows
+
+
 # ---- several devices
 
 
@@ -218,10 +216,12 @@ def threads_of_the_second_device(clock: Clock) -> dict[str, Any]:
 
 CASES: dict[str, Callable[[Clock], Any]] = {
     "item": item_in_a_hook,
-    "routed": routed,
-    "routed, waiting for the queue": lambda clock: routed(clock, WaitsForTheQueue),
     "streams": compute_streams,
     "inside a layer, unguarded": lambda clock: compute_streams(clock, "inside a layer", guarded=False),
+    "slows down": lambda clock: slowing_down(clock, tile_tokens=0),
+    "slows down, uncorrected": lambda clock: slowing_down(clock, learns=False, tile_tokens=0),
+    "slows down, after work": lambda clock: slowing_down(clock, sustained=True, learns=False, tile_tokens=0),
+    "slows down, in tiles": lambda clock: slowing_down(clock, tile_tokens=4096),
     "second device": threads_of_the_second_device,
     "layers in turn, unguarded": lambda clock: compute_streams(clock, "layers in turn", guarded=False),
 }

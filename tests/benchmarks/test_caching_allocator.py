@@ -1,13 +1,11 @@
 """The allocator's rules by hand-worked cases."""
 
 import pytest
-from hypothesis import given, settings
 
 from benchmarks.caching_allocator import MIB, simulate
 from ds_memo.plan import plan_trace, read_trace
 from ds_memo.plan.formats import parse_trace
 from tests.plan.instances import TRACES
-from tests.plan.test_bilevel import traces
 
 
 def reserved(text: str, **how) -> int:
@@ -56,17 +54,6 @@ def story(words: str) -> str:
 def test_what_is_free_is_used(words, native, expandable):
     assert native is None or reserved(story(words)) == native * MIB
     assert expandable is None or reserved(story(words), expandable=True) == expandable * MIB
-
-
-@pytest.mark.slow
-@given(traces())
-@settings(max_examples=100)
-def test_never_below_what_is_alive_and_steady_after_the_first_iteration(trace):
-    for expandable in (False, True):
-        once = simulate(trace, expandable=expandable)
-        plan = plan_trace(trace, solver="greedy")
-        assert once.reserved >= once.allocated >= plan.lower_bound
-        assert simulate(trace, expandable=expandable, iterations=3).reserved >= once.reserved
 
 
 @pytest.mark.parametrize("path", TRACES, ids=lambda p: p.stem)

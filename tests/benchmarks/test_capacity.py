@@ -1,7 +1,5 @@
 """The search for the longest length: where it ends, what counts as fitting, and its bars."""
 
-import json
-
 import pytest
 import torch
 
@@ -51,14 +49,3 @@ def test_a_rival_that_leaves_gradients_out_shows():
     assert "16 tokens: norm of all gradients: upipe 1; median 3" in failure
     assert capacity.unlike(rows[::2]) == []
     assert len(capacity.unlike([row("one", _8=float("nan")), row("two", _8=1.0)])) == 1
-
-
-@pytest.mark.slow
-def test_lengths_are_tried_by_every_rival_in_a_process_and_compared(tmp_path):
-    words = ["--device", "cpu", "--out", str(tmp_path / "found.json"), "--device-gib", "0.1", "--host-gibs", "0.1"]
-    assert capacity.main([*words, "--rivals", "alst", "ds_memo, planned", "--lengths", "24", "16"]) == 0
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert str(tmp_path) not in json.dumps(found) and "unfinished" not in found
-    for row in found["rivals"]:
-        assert [probe["length"] for probe in row["probes"]] == [64, 24, 16] and row["longest"] == 64
-        assert all(probe["gradient_norm"] > 0 for probe in row["probes"])

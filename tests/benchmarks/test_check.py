@@ -7,8 +7,7 @@ import torch
 
 from benchmarks import check, check_tiles
 from benchmarks.noise import distance, noise
-from ds_memo.remat.layer_call import CannotTile
-from ds_memo.tiles import layer, tiling
+from ds_memo.tiles import layer
 from tests import models
 from tests.everyday import everyday
 from tests.faults import a_token_late, put_in
@@ -38,16 +37,6 @@ def test_a_part_that_breaks_or_comes_too_late_is_a_failure_and_a_run_that_is_end
     assert found["failures"] == ["gradients: ZeroDivisionError: division by zero", "over"]
 
 
-def test_a_model_that_breaks_takes_no_other_with_it(monkeypatch):
-    def breaks(dtype):
-        raise RuntimeError("cuDNN: No execution plans support the graph")
-
-    monkeypatch.setattr(check, "MODELS", {"broken": breaks, "plain": check.MODELS["plain"]})
-    found = check.gradients(torch.device("cpu"), torch.float32, alphas=(0.5,), residents=(2,))
-    assert found["failures"] == ["broken: RuntimeError: cuDNN: No execution plans support the graph"]
-    assert found["models"]["plain"]["failures"] == []
-
-
 @pytest.mark.parametrize("name", everyday(["llama", "mixtral"], []))
 def test_tiles_that_round_as_stock_pass(name):
     found = check_tiles.measure(torch.device("cpu"), torch.bfloat16, (name,))
@@ -60,16 +49,6 @@ def test_a_tile_that_reads_its_neighbours_tokens_shows(name, monkeypatch):
     put_in(monkeypatch, layer, "part", a_token_late)
     found = check_tiles.measure(torch.device("cpu"), torch.bfloat16, [name])
     assert found["failures"] and name in found["failures"][0]
-
-
-@pytest.mark.slow
-def test_a_layer_that_runs_whole_is_no_layer_in_tiles(monkeypatch):
-    def refuses(right, *args):
-        raise CannotTile("it is asked to run whole")
-
-    put_in(monkeypatch, tiling, "probe", refuses)
-    failures = check_tiles.measure(torch.device("cpu"), torch.bfloat16, ["llama"])["failures"]
-    assert failures and "runs whole" in failures[0]
 
 
 def test_each_attention_of_a_cuda_device_is_checked_apart(monkeypatch):

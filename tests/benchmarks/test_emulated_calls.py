@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.emulated_calls import PER_LAYER, SYNCHRONIZING, WAIT_OF_COMPUTE
+from benchmarks.emulated_calls import SYNCHRONIZING
 from tests.benchmarks import emulated_controls
 from tests.benchmarks.emulated import NEEDED, no_emulated_process_hangs, ran  # noqa: F401
 
@@ -55,23 +55,6 @@ def test_a_value_read_in_a_users_hook_is_found_and_is_not_ours(capfd: pytest.Cap
     ((where, times),) = made_by(found, "tests", "cudaStreamSynchronize").items()
     assert "read_a_value" in where and times == 2
     assert made_by(found, "ds_memo", *SYNCHRONIZING) == {}
-
-
-MOST_PER_LAYER = {WAIT_OF_COMPUTE: 2, "cudaStreamWaitEvent": 7, "cudaEventRecord": 10, "cudaMemcpyAsync": 10, "set stream": 0}
-
-
-def test_calls_of_a_layer(capfd: pytest.CaptureFixture[str]) -> None:
-    """For four swapped layers of six, and six kept tensors in each. 1.3 of the copies are the last norm's, in four tiles."""
-    found = ran(capfd, "syncs", "gpt7b", "16384", "--memo", SWAPPING)
-    per_layer = {name: sum(made_by(found, "ds_memo", name).values()) / LAYERS for name in PER_LAYER}
-    assert {name: n for name, n in per_layer.items() if n > MOST_PER_LAYER[name]} == {}
-    assert per_layer["cudaMemcpyAsync"] > 1
-
-
-def test_a_layer_that_returns_its_routers_choice_waits_for_that_copy_alone(capfd: pytest.CaptureFixture[str]) -> None:
-    found, queue = (control(capfd, case) for case in ("routed", "routed, waiting for the queue"))
-    assert sum(made_by(found, "ds_memo", WAIT_OF_COMPUTE).values()) <= 3 * LAYERS
-    assert found["compute_held_ms"] < queue["compute_held_ms"] - 10
 
 
 # ---- what is ordered

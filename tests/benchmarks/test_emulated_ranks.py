@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -50,7 +51,7 @@ def test_exchanges_of_two_nodes(capfd: pytest.CaptureFixture[str]) -> None:
         return 4.0 * pairs * HEADS * 128 / rate
 
     length, pair = RANKS * TOKENS, 2 * 2 * 4 * HEAD  # of keys and values: two ranks' tokens, 4 heads
-    seconds = flops_s(length * (length + 1) // 2 // RANKS, machine.attention_rates("flash").forward)
+    seconds = flops_s(length * (length + 1) // 2 // RANKS, machine.attention_rates("cudnn").forward)
     assert took("ring attention") == pytest.approx(seconds, rel=0.02)
     assert sent["ring attention"]["P2P inside a node"] == 7 * pair
     assert (
@@ -73,17 +74,32 @@ def test_exchanges_of_two_nodes(capfd: pytest.CaptureFixture[str]) -> None:
 SCRIPT = Path(rehearsal.__file__).parent / "scripts" / "sequence.py"
 
 
-def layers(capfd: pytest.CaptureFixture[str], *words: str) -> list[str]:
-    """Return what the script prints of layers that 16 ranks of two nodes share, trading heads in a node and in a ring of two."""
+def layers(capfd: pytest.CaptureFixture[str], *words: str, flash_attn_3: bool = False) -> list[str]:
+    """Return what is printed of layers that 16 ranks of two nodes share, trading heads in a node and in a ring of two."""
     memo = json.dumps({"alpha": 0.5, "resident_layers": 0, "ulysses_size": 8})
-    asked = ["--ranks", str(RANKS), "--rank", str(RANK), "--device-gib", "80", str(SCRIPT), "llama8b", "64K", str(RANKS), memo]
-    assert rehearsal.main([*asked, *words]) == 0
-    return capfd.readouterr().out.splitlines()
+    of_run = ["--ranks", str(RANKS), "--rank", str(RANK), "--device-gib", "80", *["--flash-attn-3"] * flash_attn_3]
+    assert rehearsal.main([*of_run, str(SCRIPT), "llama8b:2", "64K", str(RANKS), memo, *words]) == 0
+    found = capfd.readouterr()
+    return [*found.out.splitlines(), *found.err.splitlines()]
+
+
+def kernels(lines: list[str]) -> set[str]:
+    """Return the attention kernels that ran, by "attention: … calls of op (kernel)"."""
+    (line,) = [line for line in lines if line.startswith("attention: ")]
+    return set(re.findall(r"\((\w+)\)", line))
 
 
 def test_layers_in_parts_never_make_the_host_wait(capfd: pytest.CaptureFixture[str]) -> None:
-    waits = [line for line in layers(capfd) if line.startswith("in layers, the host waits")]
+    lines = layers(capfd)
+    waits = [line for line in lines if line.startswith("in layers, the host waits")]
     assert waits and all("deepspeed" in line or "run_ahead_limit" in line for line in waits)
+    assert kernels(lines) == {"cudnn"}, "PyTorch prefers it on this card"
+
+
+def test_ranks_attend_by_flash_attn_3_where_it_is_installed(capfd: pytest.CaptureFixture[str]) -> None:
+    """PyTorch's own registration of the package runs, over a stand-in of its ops."""
+    lines = layers(capfd, flash_attn_3=True)
+    assert kernels(lines) == {"flash_attn_3"} and any(line.endswith("warnings: []") for line in lines)
 
 
 def test_the_ring_is_ordered(capfd: pytest.CaptureFixture[str]) -> None:

@@ -22,11 +22,6 @@ from tests.benchmarks.emulated import NEEDED, no_emulated_process_hangs, ran  # 
 pytestmark = NEEDED
 
 
-def rarely(*case: Any) -> Any:
-    """Return a case that runs with the sweeps."""
-    return pytest.param(*case, marks=pytest.mark.sweep)
-
-
 def steps(capfd: pytest.CaptureFixture[str], memo: dict[str, Any], length: int = 16384, *options: str) -> list[dict[str, Any]]:
     return ran(capfd, "step", "gpt7b", str(length), "--memo", json.dumps(memo), *options)
 
@@ -80,9 +75,7 @@ def test_models_that_take_turns_share_device_and_host(capfd: pytest.CaptureFixtu
     assert larger["alpha"] > 0 and smaller["alpha"] > 0
 
 
-@pytest.mark.parametrize(
-    "stage, expands", [(0, ""), (1, ""), (2, ""), (3, ""), *(rarely(stage, "expandable_segments:True") for stage in range(4))]
-)
+@pytest.mark.parametrize("stage, expands", [*((stage, "") for stage in range(4)), (3, "expandable_segments:True")])
 def test_planned_steps_under_deepspeed(
     stage: int, expands: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,7 +93,7 @@ def test_planned_steps_under_deepspeed(
 
 @pytest.mark.parametrize(
     "stage, device_gib, length",
-    [(1, 26, 16384), (2, 30, 49152), (3, 30, 32768), rarely(0, 28, 16384), rarely(1, 28, 24576), rarely(2, 26, 16384)],
+    [(1, 26, 16384), (2, 30, 49152), (3, 30, 32768)],
 )
 def test_engines_train_where_memory_is_tight(stage: int, device_gib: int, length: int, capfd: pytest.CaptureFixture[str]) -> None:
     """Whatever DeepSpeed needs for gradients, on whatever stream, is left to it."""
@@ -178,11 +171,11 @@ def test_flex_attention(whole: bool, tmp_path: Path, capfd: pytest.CaptureFixtur
     assert said["stored_bytes_per_layer"] == [hidden + attention * whole] * 2
 
 
-@pytest.mark.parametrize("workload, host_gib", [("gpt7b", 2), rarely("gpt7b", 32), rarely("llama8b", 2)])
-def test_no_rival_trains_longer_in_the_same_memory(workload: str, host_gib: int, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("host_gib", [2, 32])
+def test_no_rival_trains_longer_in_the_same_memory(host_gib: int, capfd: pytest.CaptureFixture[str]) -> None:
     """On 16 GiB ds_memo is as long as any; where the host is small, it is the longest."""
     rivals = ["checkpoint", "deepspeed", "hf_offload"]
-    asked = ["capacity", workload, "--host-gib", str(host_gib), "--rivals", "ds_memo, planned", *rivals]
+    asked = ["capacity", "gpt7b", "--host-gib", str(host_gib), "--rivals", "ds_memo, planned", *rivals]
     assert emulator.main(asked) == 0
     lines = [line for line in capfd.readouterr().out.splitlines() if line.endswith(" tokens")]
     ours, *theirs = [int(line.split()[-2].replace(",", "")) for line in lines]
@@ -195,10 +188,8 @@ def test_no_rival_trains_longer_in_the_same_memory(workload: str, host_gib: int,
     [
         ("alst", 16, 64, 106_496),
         ("ds_memo, tiles", 16, 64, 237_568),
+        ("upipe", 16, 64, 155_648),
         ("axolotl", 16, 64, 36_864),
-        rarely("alst, axolotl", 24, 16, 131_072),
-        rarely("alst", 24, 115, 188_416),
-        rarely("upipe", 16, 64, 155_648),
     ],
 )
 def test_how_far_a_rival_gets(rival: str, device_gib: int, host_gib: int, tokens: int, capfd: pytest.CaptureFixture[str]) -> None:
@@ -208,11 +199,11 @@ def test_how_far_a_rival_gets(rival: str, device_gib: int, host_gib: int, tokens
     assert found["emulated"] and found["rivals"][rival]["longest"] == tokens
 
 
-@pytest.mark.parametrize("name", ["async_offload", "axolotl", rarely("trl"), rarely("upipe")])
+@pytest.mark.parametrize("name", ["async_offload", "axolotl"])
 def test_nothing_waits_for_the_copies_of_layer_inputs(name: str, capfd: pytest.CaptureFixture[str]) -> None:
     """A step takes as long with a link that is a tenth slower. `hf_offload` copies on the compute stream, and takes longer."""
     took = {rival: ran(capfd, "step", "gpt7b", "16384", "--rival", rival, "--slow-link", "0.9") for rival in (name, "hf_offload")}
-    fast, slow = ({rival: rows[at]["ms"] for rival, rows in took.items()} for at in (6, -1))
+    fast, slow = ({rival: rows[at]["ms"] for rival, rows in took.items()} for at in (emulator.SLOW_AFTER - 1, -1))
     assert slow[name] == pytest.approx(fast[name], rel=1e-3)
     assert slow["hf_offload"] > 1.005 * fast["hf_offload"]
 
@@ -226,11 +217,10 @@ def one_gpu(tmp_path: Path) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("workload", ["gpt7b", rarely("llama8b")])
-def test_copies_hide_and_nothing_is_slower_than_a_rival(workload: str, one_gpu: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_copies_hide_and_nothing_is_slower_than_a_rival(one_gpu: str, capfd: pytest.CaptureFixture[str]) -> None:
     """The bars of `gpu.sh speed`, by the commands that torch gives and the rates of a table; and what was predicted came true."""
     rivals = ["none", "checkpoint", "deepspeed", "hf_offload", "checkpoint+attention", "ds_memo, planned", "ds_memo, swapping"]
-    point = ran(capfd, "speed", workload, "65536", "--hardware", one_gpu, "--host-gib", "100", "--rivals", *rivals)
+    point = ran(capfd, "speed", "gpt7b", "65536", "--hardware", one_gpu, "--host-gib", "100", "--rivals", *rivals)
     took = {name: row["median_s"] for name, row in point["rivals"].items()}
     ours = took["ds_memo, planned"]
     assert max(ours, took["ds_memo, swapping"]) <= 1.03 * took["none"]
@@ -285,18 +275,7 @@ def test_formulas_agree_with_the_steps_of_real_commands(workload: str, capfd: py
     assert point["predicted"]["estimate"]["alpha"] < 1
 
 
-def test_a_link_that_gets_slower_is_noticed(capfd: pytest.CaptureFixture[str]) -> None:
-    """At full alpha compute waits for copies at a third of their rate; afterwards less is copied, and no more is reserved."""
-    rows = steps(capfd, {"resident_layers": 2, "host_memory_gib": 64}, 131072, "--slow-link", "0.3")
-    before, slow, last = rows[emulator.SLOW_AFTER - 1], rows[emulator.SLOW_AFTER], rows[-1]
-    assert slow["ms"] > 1.2 * before["ms"] and last["ms"] < 0.9 * slow["ms"]
-    assert slow["alpha"] == before["alpha"] > last["alpha"]
-    (change,) = last["changes"]
-    assert "copies reach 30% of the profiled bandwidth" in change
-    assert last["hits"] > 0 and last["reserved"] <= 1.02 * last["requested"]
-
-
-@pytest.mark.parametrize("gb_per_s", ["3", rarely("1"), rarely("6"), "25"])
+@pytest.mark.parametrize("gb_per_s", ["3", "25"])
 def test_a_step_over_drives_takes_as_long_as_predicted(gb_per_s: str, capfd: pytest.CaptureFixture[str]) -> None:
     """Waits for files are in the prediction, too."""
     asked = ["step", "llama8b", "98304", "--device-gib", "16", "--memo", '{"host_memory_gib": 4}']

@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks import frontier
 from benchmarks.published_runs import machine, model
+from ds_memo.attention_kernel import CUDNN, FA3, FLASH
 from ds_memo.estimate.estimate import estimate
 from ds_memo.estimate.question import Question
 from ds_memo.units import GIB
@@ -16,8 +17,17 @@ ASKED = Question(model("llama3-8b", fused=True), machine("flash_attn_3"), 8, 1 <
 
 def test_a_step_without_recomputed_attention_is_shorter() -> None:
     found = frontier.row("here", estimate(ASKED))
-    assert found["attention_recomputed"] == 0 and 0.6 < found["step_s"] / found["checkpointed_s"] < 0.9
+    assert found["attention_recomputed"] == 0
+    assert [(of["kernel"], of["ring"]) for of in found["steps"]] == [(FA3, 1), (CUDNN, 1), (CUDNN, 2)]
+    assert all(0.6 < of["ds_memo_s"] / of["checkpointed_s"] < 0.9 for of in found["steps"])
     assert sum(found["stored_gib"].values()) == pytest.approx(found["host_gib"])
+
+
+def test_heads_of_more_than_4_mi_tokens_have_cudnns_kernel_around_a_ring_alone() -> None:
+    found = frontier.row("here", estimate(replace(ASKED, seq_length=5 << 20)))
+    assert [of["kernel"] for of in found["steps"]] == [FA3, FLASH, CUDNN]
+    steps = [of["ds_memo_s"] for of in found["steps"]]
+    assert steps[0] < steps[2] < 0.7 * steps[1]
 
 
 def test_where_the_host_is_small_attention_once_ends_earlier() -> None:

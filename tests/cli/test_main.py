@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -68,28 +67,16 @@ def test_closed_streams(closed: str, file: str, code: int) -> None:
 
 
 @pytest.mark.processes
-def test_what_is_printed_to_a_closed_stderr_is_not_on_stdout() -> None:
-    assert shell("exec ds-memo plan no-such-file 2>&-").stdout == ""
-
-
-@pytest.mark.processes
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_a_full_disk_under_stdout(unbuffered: str) -> None:
     ended = shell(f"exec ds-memo plan {TRACE} >/dev/full", PYTHONUNBUFFERED=unbuffered)
     assert (ended.returncode, ended.stderr) == (2, "ds-memo plan: standard output: No space left on device\n")
 
 
-@pytest.mark.processes
-@pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_a_full_disk_under_stderr(unbuffered: str) -> None:
-    assert shell("exec ds-memo plan no-such-file 2>/dev/full", PYTHONUNBUFFERED=unbuffered).returncode == 2
-
-
 @pytest.mark.parametrize(
     "words",
     [
         ("plan", "/dev/zero"),
-        ("plan", "zero.pickle"),
         ("show", "/dev/zero"),
         ("report", "/dev/zero"),
         ("estimate", "--model", TINY, "--hardware", "h200", "--gpus", "1", "--seq-length", "1K", "--profile", "/dev/zero"),
@@ -102,28 +89,7 @@ def test_input_without_end(capsys, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "the most that is read" in complaint(capsys, *words)
 
 
-def test_a_model_without_end(capsys) -> None:
-    pytest.importorskip("transformers")
-    assert "no regular file" in complaint(capsys, "profile", "--model", "/dev/zero", "--seq-length", "1K", "--device", "cpu")
-
-
-def test_a_library_that_cannot_be_replaced(capsys, monkeypatch) -> None:
-    """An OSError becomes one line with the file's name."""
-
-    def raises(*_, **__):
-        raise PermissionError(13, "Permission denied", "/cache/plan.so")
-
-    monkeypatch.setattr("ds_memo.cli.plan.plan_trace", raises)
-    assert complaint(capsys, "plan", TRACE) == "ds-memo plan: /cache/plan.so: Permission denied"
-
-
 # ---- words
-
-
-def test_words_without_end(capsys) -> None:
-    for words in (("plan", TRACE, "--time-limit", "9" * 100_000), ("plan", TRACE, "--" + "x" * 100_000), ("d" * 100_000,)):
-        ended = call(capsys, *words)
-        assert ended.code == 2 and len(ended.err) < 4000
 
 
 @pytest.mark.parametrize(
@@ -137,17 +103,3 @@ def test_words_without_end(capsys) -> None:
 )
 def test_words_that_are_refused(capsys, words, says) -> None:
     assert says in complaint(capsys, *words)
-
-
-def test_the_launchers_option_takes_a_number(capsys) -> None:
-    """Otherwise `--local_rank plan show` passes the arguments of one verb to the other."""
-    assert call(capsys, "--local_rank", "plan", "show").code == 2
-
-
-@pytest.mark.parametrize("name, code, says", [("\x1b[31mred", 0, "\\x1b[31mred"), ("x" * 201, 2, "at most 200 characters")])
-def test_a_machine_s_name(capsys, tmp_path: Path, name: str, code: int, says: str) -> None:
-    machine = json.loads((ROOT / "ds_memo" / "estimate" / "hardware_data" / "h200.json").read_text())
-    (tmp_path / "machine.json").write_text("\ufeff" + json.dumps({**machine, "name": name}))
-    hardware = tmp_path / "machine.json"
-    ended = call(capsys, "estimate", "--model", TINY, "--hardware", hardware, "--gpus", "1", "--seq-length", "1K")
-    assert ended.code == code and says in ended.out + ended.err and "\x1b" not in ended.out + ended.err

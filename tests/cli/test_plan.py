@@ -1,13 +1,11 @@
 import json
 import os
 import re
-import sys
 import threading
 from pathlib import Path
 
 import pytest
 
-from ds_memo.cli import main as cli
 from ds_memo.plan import read_plan
 from tests.command import call, complaint
 from tests.plan.instances import GAP, TRACES
@@ -74,12 +72,6 @@ def test_wrong_use_is_exit_code_2(capsys, words, message):
     assert message in complaint(capsys, *words)
 
 
-@pytest.mark.parametrize("words, message", [((), "required: VERB"), (("dance",), "invalid choice: 'dance'")])
-def test_without_a_verb_its_usage_is_shown(capsys, words, message):
-    code, out, err = call(capsys, *words)
-    assert code == 2 and not out and err.startswith("usage: ds-memo") and message in err
-
-
 @pytest.mark.processes
 def test_planning_imports_neither_torch_nor_a_solver():
     code = (
@@ -111,29 +103,3 @@ def test_what_the_output_is_stays_what_it_is(capsys, tmp_path, what):
         reader.join()
         assert read_plan(target).slots
     assert sorted(tmp_path.iterdir()) == sorted(path for path in (tmp_path / "out", target) if path.exists())
-
-
-def test_a_launchers_option_before_the_verb(capsys):
-    assert call(capsys, "--local_rank", 0, "plan", TRACE, "--json")[0] == 0
-
-
-@pytest.mark.processes
-def test_a_terminal_that_cannot_show_a_sign():
-    run = python("-m", "ds_memo.cli", "plan", TRACE, PYTHONIOENCODING="ascii", LC_ALL="C")
-    assert run.returncode == 0, run.stderr
-
-
-def test_interrupted_while_it_starts(monkeypatch):
-    def import_module(name):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("ds_memo.cli.main.import_module", import_module)
-    assert cli.main(["plan", TRACE]) == 130
-
-
-def test_a_progress_bar_on_a_terminal(capsys, monkeypatch):
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    code, _, err = call(capsys, "plan", TRACE)
-    assert code == 0 and "greedy" in err and "peak/bound" in err
-    code, _, err = call(capsys, "plan", TRACE, "--json")
-    assert "peak/bound" not in err

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import base64
 import copy
-import gc
 import inspect
 import json
-import time
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -56,52 +53,6 @@ def test_trains_as_without_memo(stage: int, dtype: torch.dtype) -> None:
     assert report["warnings"] == []
     json.dumps(report)
     engine.memo.detach()
-
-
-@pytest.fixture
-def gloo_lets_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have all_reduce return when gloo's thread has let go of the tensor. By itself it returns when the sum is there; the thread
-    may hold on to the memory for as long as others have the CPU."""
-    all_reduce = torch.distributed.all_reduce
-
-    def patiently(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        storage = tensor.untyped_storage()
-        users = torch._C._storage_Use_Count(storage._cdata)
-        work = all_reduce(tensor.view_as(tensor), *args, **kwargs)
-        while work is None and torch._C._storage_Use_Count(storage._cdata) > users:
-            time.sleep(0)
-        return work
-
-    monkeypatch.setattr(torch.distributed, "all_reduce", patiently)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("gloo_lets_go")
-@pytest.mark.parametrize("stage, dtype", [(2, FP32), (3, BF16)], ids=str)
-def test_planned_addresses(stage: int, dtype: torch.dtype) -> None:
-    """99 % of the requests have theirs from the third optimizer step on, of two micro-batches each; the losses stay the same."""
-    losses = []
-    for planned in (False, True):
-        engine = start(ds_config(stage, dtype, memo={**MEMO, "plan": {"enabled": planned}}, train_micro_batch_size_per_gpu=4))
-        losses.append([])
-        steps = []
-        for number in range(5):
-            before = engine.memo.report()["plan"]
-            for micro in range(2):
-                batch = Batch.random(4, 128, dtype, seed=2 * number + micro)
-                loss = engine(inputs_embeds=batch.embeds, labels=batch.labels).loss
-                engine.backward(loss)
-                engine.step()
-                losses[-1].append(loss.item())
-            after = engine.memo.report()["plan"]
-            if planned and number >= 2:
-                missed = {name: count - before["misses"][name] for name, count in after["misses"].items()}
-                steps.append((after["hits"] - before["hits"], missed))
-        for hits, missed in steps:
-            assert hits > 500 and sum(missed.values()) <= 0.01 * hits, steps
-        assert engine.memo.report()["warnings"] == []
-        engine.memo.detach()
-    assert losses[0] == losses[1]
 
 
 @pytest.mark.slow
@@ -160,15 +111,6 @@ def test_tiled_mlps(stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_the_signature_is_deepspeeds() -> None:
     assert inspect.signature(ds_memo.initialize) == inspect.signature(deepspeed.initialize)
     assert ds_memo.initialize.__name__ == "initialize"
-
-
-def test_what_it_returns() -> None:
-    model = build("llama")
-    returned = ds_memo.initialize(None, model, torch.optim.SGD(model.parameters(), lr=0.1), config=ds_config(memo=MEMO))
-    assert len(returned) == 4
-    assert isinstance(returned[0], deepspeed.DeepSpeedEngine)
-    assert returned[0].module is model
-    returned[0].memo.detach()
 
 
 @pytest.mark.parametrize(
@@ -329,46 +271,6 @@ REFUSED: list[tuple[dict[str, Any], Callable[[], nn.Module], str]] = [
 def test_what_is_refused_before_deepspeed_starts(section: dict[str, Any], make: Callable[[], nn.Module], said: str) -> None:
     with pytest.raises(ds_memo.MemoError, match=said):
         start(ds_config(**{"memo": MEMO, **section}), model=make())
-
-
-@pytest.mark.parametrize("key", CHECKPOINTING)
-def test_without_memo_deepspeeds_checkpointing_is_its_own(key: str) -> None:
-    start(ds_config(activation_checkpointing={key: True}))
-
-
-def test_an_engine_that_is_dropped_is_let_go() -> None:
-    """As far as DeepSpeed itself lets go of one."""
-
-    def gone_after(config: dict[str, Any]) -> bool:
-        engine = start(config)
-        train(engine, steps=1)
-        ref = weakref.ref(engine)
-        del engine
-        gc.collect()
-        return ref() is None
-
-    assert gone_after(ds_config(memo=MEMO)) == gone_after(ds_config())
-
-
-def test_a_backward_that_runs_out_says_what_to_do() -> None:
-    """Wherever in it; training goes on, and the engine gets its own method back."""
-
-    def full(gradient: torch.Tensor) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    engine = start(ds_config(memo=MEMO))
-    train(engine, steps=1)
-    batch = Batch.random(2, 17)
-    output = engine(inputs_embeds=batch.embeds, labels=batch.labels)
-    output.logits.register_hook(full)
-    with (
-        pytest.warns(ds_memo.MemoWarning, match="a training pass ran out of device memory"),
-        pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"),
-    ):
-        engine.backward(output.loss)
-    assert train(engine, steps=1)
-    engine.memo.detach()
-    assert "backward" not in vars(engine)
 
 
 def test_monitors_are_told(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import gc
 import sys
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -68,15 +67,6 @@ def test_what_moves_from_the_second_step_on_is_told(installed: None, capsys: pyt
     engine.memo.detach()
 
 
-def test_uninstall_gives_back_what_was_there() -> None:
-    stock = deepspeed.initialize, deepspeed.checkpointing.checkpoint
-    ds_memo.install()
-    assert deepspeed.initialize is not stock[0]
-    uninstall()
-    assert (deepspeed.initialize, deepspeed.checkpointing.checkpoint) == stock
-    assert not hasattr(start(ds_config(memo=MEMO)), "memo")
-
-
 EARLY = """
 import functools
 from deepspeed import initialize as start
@@ -113,51 +103,6 @@ def test_modules_that_were_frozen_before() -> None:
     assert deepspeed.initialize is ds_memo.initialize is not stock
     uninstall()
     assert deepspeed.initialize is stock
-
-
-@pytest.mark.slow
-def test_what_install_cannot_reach_is_named() -> None:
-    code = """
-import functools, deepspeed, ds_memo, warnings
-class Trainer:
-    start = staticmethod(deepspeed.initialize)
-class Other:
-    start = deepspeed.initialize
-def by_default(start=deepspeed.initialize): ...
-def by_keyword(*, start=deepspeed.initialize): ...
-def closure(start):
-    def inner():
-        return start
-    return inner
-inner = closure(deepspeed.initialize)
-mine = functools.partial(deepspeed.initialize, config={})
-with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
-    ds_memo.install()
-    ds_memo.install()
-print(*[w.message for w in caught if w.category is ds_memo.MemoWarning], sep="\\n")
-"""
-    done = python("-c", code)
-    assert done.returncode == 0, done.stderr
-    out = done.stdout
-    lines = [line for line in out.splitlines() if line.startswith("ds_memo.install() came after")]
-    assert len(lines) == 1, out
-    held = (
-        "class __main__.Other",
-        "function __main__.by_default",
-        "function __main__.by_keyword",
-        "function __main__.closure.<locals>.inner",
-    )
-    for holder in (*held, "class __main__.Trainer", "a functools.partial in module __main__"):
-        assert holder in lines[0], holder
-
-
-def test_other_code_wraps_it_too(installed: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    ours = deepspeed.initialize
-    monkeypatch.setattr(deepspeed, "initialize", lambda **kwargs: ours(**kwargs))
-    engine = start(ds_config(memo=MEMO))
-    assert engine.memo.report()["layers"] == LAYERS
-    engine.memo.detach()
 
 
 def test_a_config_without_the_section_is_told(installed: None) -> None:

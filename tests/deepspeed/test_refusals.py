@@ -146,10 +146,10 @@ def test_every_reload_buffer(stock: Outcome, alpha: float, twice: bool) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("analysed", [False, True], ids=["first step", "later step"])
 def test_every_gemm(stock: Outcome, analysed: bool) -> None:
-    """In forward, replay and backward: the error is PyTorch's own, unless a buffer is refused."""
+    """In forward, replay and backward, one in four: the error is PyTorch's own, unless a buffer is refused."""
     number = requests(0.5, 1, analysed, buffers_only=False)
     assert number > LAYERS * 7 * 3  # seven products a layer, two more of each in its backward, and the replays
-    for nth in range(number):
+    for nth in range(0, number, 4):  # the other calls of a layer are like its neighbours
         kind, said = check(nth, stock, 0.5, 1, analysed, buffers_only=False, twice=False)
         assert SAID in said and kind in (torch.OutOfMemoryError, ds_memo.MemoError)
 
@@ -199,17 +199,4 @@ def test_a_forward_that_runs_out_says_what_to_do(given: dict[str, float], advice
     with pytest.warns(ds_memo.MemoWarning, match=f"ran out of device memory: .* A memo.device_memory_gib {advice} leaves"):
         refused(model, 3, buffers_only=False)
     assert len(said_of_memory(handle)) == 1
-    handle.detach()
-
-
-def test_other_errors_are_not_about_memory(stock: Outcome) -> None:
-    """Nor is a forward that works, whatever its caller has been through."""
-    handle = attached(model := build("llama"), 0.5)
-    with pytest.raises(AttributeError):
-        model(inputs_embeds="nothing of the kind", labels=BATCH.labels)
-    try:
-        raise torch.OutOfMemoryError(SAID)
-    except torch.OutOfMemoryError:
-        assert_same(step(model, BATCH), stock)
-    assert said_of_memory(handle) == []
     handle.detach()

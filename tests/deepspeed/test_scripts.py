@@ -153,12 +153,6 @@ class TestTrainer(DistributedTest):
         scale = {"fp16": {"enabled": True, "initial_scale_power": 16}}
         assert_same_losses(tmp_path, 2, rel=1e-2, config=scale, fp16=True)
 
-    @pytest.mark.slow
-    def test_torch_compile(self, tmp_path: Path) -> None:
-        """Layers are compiled one by one. Under ZeRO-3 they are gathered whole."""
-        compiled = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
-        assert_same_losses(tmp_path, 3, rel=1e-5, under_memo=compiled)
-
     def test_accelerates_own_sequence_parallelism(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """ParallelismConfig(sp_size=2), which sets DeepSpeed's Ulysses up by itself, for lengths that vary."""
         from deepspeed.runtime.sequence_parallel import parallel_state_sp

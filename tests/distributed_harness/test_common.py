@@ -1,7 +1,6 @@
 """DistributedTest's contract: tests run, failures are reported, and no process is left behind."""
 
 import os
-import signal
 import subprocess
 import time
 from pathlib import Path
@@ -31,12 +30,6 @@ class TestContract(DistributedTest):
         dist.barrier()
         assert {path.name for path in Path(class_tmpdir).iterdir()} == {"0", "1"}
 
-    @pytest.mark.world_size([1, 3])
-    def test_the_mark_wins(self, class_tmpdir):
-        size = dist.get_world_size()
-        assert size == 1 or (size == 3 and Path(class_tmpdir, "of 1").exists())
-        Path(class_tmpdir, f"of {size}").touch()
-
 
 # ---- what goes wrong
 
@@ -55,11 +48,6 @@ class Wrong(OwnDistributedTest):
         if self.begin(marker):
             raise ValueError("rank one is unwell")
 
-    def dies(self, marker):
-        if self.begin(marker):
-            os.kill(os.getpid(), signal.SIGKILL)
-        dist.barrier()
-
     def hangs(self, marker):
         if self.begin(marker):
             time.sleep(60)
@@ -68,7 +56,6 @@ class Wrong(OwnDistributedTest):
 
 TOLD = {
     "fails": ["rank 1 of 2: Traceback", "ValueError: rank one is unwell"],
-    "dies": ["rank 1 of 2: died of SIGKILL", "rank 0 of 2: Traceback"],
     "hangs": ["hung: killed after 10 s", "rank 0 is at", "in barrier", "rank 1 is at", "in hangs"],
 }
 

@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from ds_memo.estimate import hardware
-from ds_memo.estimate.estimate import GRAIN, KI, estimate, longest
+from ds_memo.estimate.estimate import KI, estimate
 from ds_memo.estimate.model import load
 from ds_memo.estimate.question import OK, Question
 from tests.estimate.models import GPT_7B, LLAMA_8B
@@ -78,16 +78,3 @@ def test_memo_goes_as_far_as_training_without(question):
     assume(other.status == OK)
     assert memo.status == OK and memo.step_s <= other.step_s * 1.02
     assert ask(replace(question, plan=False)).status in (OK, "oom")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["device_memory", "host_memory"])
-def test_the_longest_sequence(name):
-    """It is found to one part in GRAIN, and more memory never makes it shorter."""
-    question = Question(MODELS[1], hardware.load("h100"), 8, KI, tile_tokens=0)
-    found, beyond = longest(question)
-    assert found.status == OK != beyond.status
-    low, high = (answer.question.seq_length // KI for answer in (found, beyond))
-    assert 0 < high - low <= max(1, low // GRAIN)
-    more, _ = longest(faster(question, name, 2.0))
-    assert more.question.seq_length >= found.question.seq_length

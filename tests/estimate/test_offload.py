@@ -9,7 +9,7 @@ import pytest
 from ds_memo.estimate import hardware
 from ds_memo.estimate.costs import Costs
 from ds_memo.estimate.errors import EstimateError
-from ds_memo.estimate.estimate import candidates, estimate
+from ds_memo.estimate.estimate import estimate
 from ds_memo.estimate.layout import LEAST_ZERO, OFFLOADS, GpuLayout
 from ds_memo.estimate.methods import state_bytes
 from ds_memo.estimate.model import load
@@ -81,14 +81,6 @@ def test_reloads_share_the_link_with_model_states() -> None:
 def test_stages_that_deepspeed_does_not_offload(where: str, zero: int) -> None:
     with pytest.raises(EstimateError, match=f"--offload {where} with --zero {zero}"):
         estimate(replace(ONE, offload=where, zero=zero))
-
-
-def test_tp_alone_tries_every_cp() -> None:
-    def sizes(**more: int) -> list[int]:
-        return [layout.cp for layout in candidates(replace(ONE, offload="none", gpus=16, **more))]
-
-    assert sizes(tp=4) == [4] and sizes(tp=4, batch=2) == [2, 4] and sizes(tp=4, batch=4) == [1, 2, 4]
-    assert sizes(tp=4, cp=1) == [1] and sizes(sp=4) == [1] and sizes(tp=2, sp=4) == [2]
 
 
 CPU_ADAM_S = {1e9: 0.22, 2e9: 0.51, 4e9: 1.03, 8e9: 2.41, 10e9: 2.57}

@@ -73,11 +73,3 @@ def test_a_rings_buffers_are_alive_in_attentions_backward() -> None:
     model = from_config(SMALL["qwen3"] | {"head_dim": 128, "intermediate_size": 16}, "wide")  # so that attention has the peak
     alone, ring = (model.measured._sample(0, 1024, 2, H100, size).working.backward for size in (1, 2))
     assert ring - alone == 12 * 1024 * 2 * (128 + 128)
-
-
-def test_a_profile_of_one_rank_serves_a_ring() -> None:
-    alone = MODEL.measured.profile(H100, 1, 1, 1 << 16, False)
-    given, meta = (Costs(MODEL, H100, GpuLayout(4, sp=4, ring=2), 1 << 18, profile).layers()[0] for profile in (alone, None))
-    assert given.forward_s == pytest.approx(meta.forward_s, rel=0.1) and given.backward_s == pytest.approx(
-        meta.backward_s, rel=0.1
-    )

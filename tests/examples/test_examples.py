@@ -20,6 +20,8 @@ from tests.processes import ROOT, finished
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 EVERYDAY = ("attach",)
 TIMEOUT_S = 280
+STORED_MIB = {"deepspeed_loop": 7.031, "sequence": 3.516}
+"""A layer stores as much, at one length: two ranks hold half a sequence each."""
 REPORT = re.compile(r"^ds_memo +active: .*^over the link +(\S+) [KMGT]iB to the host, (\S+) [KMGT]iB back$", re.M | re.S)
 
 
@@ -43,7 +45,6 @@ def compiled() -> str:
     return str(shared.parent) if finished_there else own_folder().name
 
 
-@functools.cache
 def printed(name: str) -> str:
     """Standard output of an example, run as a user of this Python's environment runs it."""
     here = {
@@ -73,17 +74,8 @@ def test_it_runs_and_learns(name: str) -> None:
     assert report.start() > losses[-1].end()
     assert float(report[1]) > 0 and report[1] == report[2]
     assert "attention 0 times" in out and "\nwarning" not in out
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.device_count() == 1, reason="two GPUs or none")
-def test_two_ranks_hold_half_a_sequence_each() -> None:
-    """The same model and length as in the loop on one rank."""
-    stored = [
-        float(re.search(r"^layers 0-1 +(\S+) MiB each on the host", printed(name), re.M)[1])
-        for name in ("sequence", "deepspeed_loop")
-    ]
-    assert stored[0] == pytest.approx(stored[1] / 2, rel=1e-3)
+    if name in STORED_MIB:
+        assert float(re.search(r"^layers 0-1 +(\S+) MiB each on the host", out, re.M)[1]) == STORED_MIB[name]
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)

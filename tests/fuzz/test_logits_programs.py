@@ -11,7 +11,7 @@ import pytest
 from ds_memo.logits.lazy_value import LazyValue
 from ds_memo.logits.nodes import Precomputed, Term
 from ds_memo.logits.tensor import LazyLogits
-from tests.fuzz.logits_programs import DEFECTS, Sides, fuzz
+from tests.fuzz.logits_programs import Sides, fuzz
 
 DAILY, SWEEP, PARTS = 80, 20_000, 10
 
@@ -30,13 +30,8 @@ def quiet() -> Iterator[None]:
         yield
 
 
-def defects(sides: Sides, programs: int, seed: int, shrunk: int = 10) -> dict[str, Any]:
-    _, kinds = fuzz(programs, seed, sides, shrunk)
-    return {kind: found[0] for kind, found in kinds.items() if kind.startswith(DEFECTS)}
-
-
 def test_programs(sides: Sides) -> None:
-    assert not defects(sides, DAILY, seed=0)
+    assert not fuzz(DAILY, 0, sides)[1]
     assert sides.handle._session.heads[0].lazy_calls >= DAILY / 2
 
 
@@ -44,7 +39,7 @@ def test_programs(sides: Sides) -> None:
 @pytest.mark.sweep
 @pytest.mark.parametrize("seed", range(1, PARTS + 1))
 def test_many_programs(seed: int, sides: Sides) -> None:
-    assert not defects(sides, SWEEP // PARTS, seed)
+    assert not fuzz(SWEEP // PARTS, seed, sides)[1]
 
 
 def test_stock_beside_stock_is_exact(sides: Sides, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,7 +81,7 @@ def test_the_fuzzer_sees_a_fault(
     fault: Callable[[pytest.MonkeyPatch], None], sides: Sides, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fault(monkeypatch)
-    assert any(kind.startswith("different") for kind in defects(sides, DAILY, seed=0, shrunk=0))
+    assert any(failure.outcome == "different" for failure in fuzz(DAILY, 0, sides)[1])
 
 
 def test_the_fuzzer_sees_a_wrong_gradient(sides: Sides, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,9 +11,13 @@ from transformers import modeling_flash_attention_utils as flash
 from transformers.integrations import flex_attention as flex
 
 import ds_memo
+from ds_memo.attention_kernel import FA4
 from ds_memo.hf.attention import keep_unobserved_attention
+from tests import attention_kernels
 from tests.models import LAYERS, MODELS, Batch, assert_same, step
+from tests.remat.test_flash_kernels import active, on_a_cpu  # noqa: F401
 from tests.remat.test_functions import Below, ran
+from tests.tiles import rig as tiled
 
 
 @pytest.fixture(autouse=True)
@@ -64,19 +68,60 @@ def test_flash_attn_4(monkeypatch: pytest.MonkeyPatch) -> None:
     compare("flash_attention_4")
 
 
+def of_cute(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = (None, None),
+) -> torch.Tensor:
+    """Stand in for flash-attn 4 with its windows."""
+    ran.append("package")
+    return attention_kernels.aten._flash_attention_forward(
+        q, k, v, None, None, q.shape[1], k.shape[1], 0.0, causal, False, scale=softmax_scale,
+        window_size_left=window_size[0], window_size_right=window_size[1],
+    )[0]  # fmt: skip
+
+
+of_cute.__module__ = "flash_attn.cute.interface"
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_flash_attn_4_in_tiles(name: str, groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's flash op runs it, which tiles cut and split by heads. A window is the package's own call, which they cannot."""
+    loaded = (of_cute, of_cute, None, flash._pad_input, flash._unpad_input)
+    monkeypatch.setattr(flash, "_lazy_imports", lambda *args, **kwargs: loaded)
+    torch.manual_seed(0)
+    model = tiled.small(name)
+    batch = Batch.random(2, 45)
+    with active(monkeypatch, FA4) as found, tiled.strict(quiet=True):
+        model.config._attn_implementation = "flash_attention_4"
+        want = step(model, batch, use_cache=False)
+        handle = ds_memo.attach(model, tiled.config(alpha=0.5, groups=groups))
+        ran.clear()
+        found.clear()
+        for _ in range(2):
+            assert_same(step(model, batch, use_cache=False), want)
+        report = handle.report()
+        handle.detach()
+    if name == "mistral":
+        assert set(ran) == {"package"} and not report["attention_recomputed"]
+        assert all("keep_whole" in why for why in report["tiles"]["not_tiled"].values())
+        return
+    tiled.assert_was_tiled(report)
+    assert not ran and not report["attention_recomputed"]
+    backwards = sum(op == f"{FA4}:_flash_attention_backward" for op in found)
+    assert backwards == 2 * tiled.LAYERS * groups and len(found) == backwards + 2 * tiled.LAYERS
+    assert list(report["attention_kernel"]) == [FA4]
+
+
 @pytest.mark.slow
 def test_flex_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
     monkeypatch.setattr(flex.WrappedFlexAttention, "__call__", lambda self: of_flex_attention)
     compare("flex_attention")
-
-
-def test_once_is_enough() -> None:
-    before = flex.compile_friendly_flex_attention
-    keep_unobserved_attention()
-    once = flex.compile_friendly_flex_attention
-    keep_unobserved_attention()
-    assert flex.compile_friendly_flex_attention is once is not before
 
 
 def test_packages_whose_ops_are_known_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,7 +15,6 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import ds_memo
 from ds_memo.hf import eager_attention
 from ds_memo.remat.tensors import tensor_leaves
 from ds_memo.sequence import kernels
@@ -26,7 +24,7 @@ from tests.everyday import everyday
 from tests.faults import put_in
 from tests.models import Batch, Outcome, build, poisoned_memory, step
 from tests.sequence.float64 import float64
-from tests.tiles.rig import assert_step, assert_was_tiled, attached, config, reasons
+from tests.tiles.rig import assert_step, assert_was_tiled, attached, reasons
 
 FAMILIES = ("gemma2", "gpt_oss", "vaultgemma", "granite_swa", "granitemoe_swa", "mimo_v2_flash", "flint")
 """Soft caps and sinks; all but Flint have windows in some layers."""
@@ -274,15 +272,6 @@ def test_eager_attention_that_a_user_chose_stays() -> None:
         assert torch.equal(drive(model).loss, want.loss)
         (reason,) = reasons(handle)
         assert 'attn_implementation is "eager"' in reason
-
-
-def test_layers_that_are_compiled_keep_their_own() -> None:
-    model = build("gemma2")
-    model.model.layers[0].compile(backend="eager")
-    with warnings.catch_warnings(action="ignore"):
-        handle = ds_memo.attach(model, config(tile=0))
-    assert model.config._attn_implementation == "eager"
-    handle.detach()
 
 
 # ---- memory

@@ -30,13 +30,6 @@ def test_the_table_shows_every_number():
     assert "99.0%" in text.splitlines()[-1] and "arena 2.0 MiB, lower bound 1.0 MiB" in text.splitlines()[-1]
 
 
-def test_a_plan_that_did_not_fit_and_is_made_anew_has_no_bound():
-    anew = {**REPORT, "plan": {**REPORT["plan"], "lower_bound": 0}}
-    assert "arena 2.0 MiB, which is planned anew" in table(run([5.5], 2**20, anew), run([5.5], 2**22)).splitlines()[-1]
-    without_op = table(run([5.5], 2**20, {**REPORT, "plan": None}), run([5.5]))
-    assert "from the plan" not in without_op
-
-
 def test_differences():
     assert differences(run([2.0, 1.0]), run([2.0, 1.5])) == pytest.approx([0, 1 / 3])
     assert differences(run([float("nan")]), run([float("nan")])) == [float("inf")]

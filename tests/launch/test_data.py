@@ -4,16 +4,9 @@ import json
 
 import numpy as np
 import pytest
-from data import ByteTokenizer, DataError, HFTokenizer, Windows, load_windows, read_documents, standard_library
-
-from tests.launch.launcher import REPO
+from data import ByteTokenizer, DataError, HFTokenizer, Windows, load_windows, read_documents
 
 EOS = ByteTokenizer.eos
-
-
-def test_bytes_are_the_tokens():
-    assert ByteTokenizer().encode("aé\udcff").tolist() == [97, 0xC3, 0xA9, 0xED, 0xB3, 0xBF]
-    assert ByteTokenizer.vocab_size > EOS
 
 
 def test_windows_cover_the_tokens_in_order():
@@ -115,15 +108,3 @@ def test_a_tokenizer_directory(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match="no tokenizer in"):
         HFTokenizer(tmp_path / "empty")
-
-
-def test_the_quickstarts_text_fills_windows():
-    documents = list(read_documents([REPO / "launch" / "text"]))
-    assert len(documents) == 8 and sum(map(len, documents)) < 200_000
-    assert all(map(len, load_windows(documents, ByteTokenizer(), seq_length=16_384, seed=0)))
-
-
-@pytest.mark.slow
-def test_the_default_data_is_there():
-    documents = read_documents([standard_library()])
-    assert any("\nimport " in document for document, _ in zip(documents, range(50), strict=False))

@@ -49,12 +49,6 @@ def test_llama3_8b():
     assert attention_width(model.config) == 4096
 
 
-def test_tiny_fits_bytes():
-    config = load_config(MODELS / "tiny.json")
-    assert 4 <= config.num_hidden_layers <= 6 and 258 <= config.vocab_size == 320
-    assert config.eos_token_id == 256
-
-
 def test_parameters_that_multiply():
     small = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
     small |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 12}
@@ -78,16 +72,6 @@ def test_a_checkpoint_directory(tmp_path):
     assert loaded.dtype == torch.bfloat16
     for (name, a), (_, b) in zip(saved.named_parameters(), loaded.named_parameters(), strict=True):
         assert torch.equal(a.bfloat16(), b), name
-
-
-def test_random_weights_follow_the_seed():
-    path = MODELS / "tiny.json"
-    weights = []
-    for seed in (0, 0, 1):
-        torch.manual_seed(seed)
-        weights.append(build(path, load_config(path), {}, torch.float32, "sdpa").lm_head.weight)
-    assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])
-    assert 0.015 < weights[0].std() < 0.025  # initializer_range
 
 
 def test_errors_name_what_is_wrong(tmp_path):

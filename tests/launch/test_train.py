@@ -70,25 +70,6 @@ def test_wrong_calls(call, tmp_path):
     assert "--save-every needs --save" in call(save_every=1)
 
 
-def test_outputs_are_tried_before_training(call, tmp_path):
-    (tmp_path / "a file").write_text("")
-    data = REPO / "launch"
-    assert f"--metrics-json {tmp_path} is a folder" in call(data=data, metrics_json=tmp_path)
-    metrics = tmp_path / "a file" / "m.json"
-    assert f"--metrics-json: {tmp_path / 'a file'} cannot be written to" in call(data=data, metrics_json=metrics)
-    assert "--save: /proc/nope cannot be written to" in call(data=data, save="/proc/nope")
-    call(model="nowhere.json", save=tmp_path / "checkpoints")
-    assert not (tmp_path / "checkpoints").exists()
-
-
-def test_without_a_launcher(call, tmp_path, monkeypatch):
-    monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setitem(sys.modules, "mpi4py", None)  # not installed
-    for name in "ab":
-        (tmp_path / f"{name}.txt").write_text("0123456789abcdef" * 200)
-    assert "no launcher: start it with `deepspeed launch/train.py …`" in call(data=tmp_path)
-
-
 def test_dtype_follows_the_json():
     assert str(script.dtype_of({})) == str(script.dtype_of({"bf16": {"enabled": False}})) == "torch.float32"
     assert str(script.dtype_of({"bf16": {"enabled": True}})) == "torch.bfloat16"

@@ -20,7 +20,7 @@ from ds_memo.swap.host_pool import HostPool
 from ds_memo.swap.host_slab import HostSlab
 from ds_memo.swap.pinned_segments import PAGE
 from ds_memo.swap.stream_protocol import COMPUTE, D2H
-from ds_memo.swap.streams import ThreadStreams, _ThreadEvent
+from ds_memo.swap.streams import ThreadStreams
 from tests.nvme.files import CPU, directory
 from tests.nvme.ordered_files import OrderedFiles
 from tests.nvme.rig import late_files
@@ -125,45 +125,6 @@ def test_a_host_of_four_pages_holds_twelve(make):
     assert rig.files.meters[False].nbytes == 8 * PAGE, "what stays in the cache is not read"
     rig.layer_of([])
     assert rig.files.extents() == []
-
-
-class MarkedStreams(ThreadStreams):
-    """Streams whose marks of compute are told apart."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.marks: list[object] = []
-
-    def mark(self, stream):
-        if stream != COMPUTE:
-            return super().mark(stream)
-        self.marks.append(event := _ThreadEvent(stream))
-        event.done.set()
-        return event
-
-
-def test_the_host_waits_ahead_only_while_the_work_of_the_last_call_is_queued(make):
-    """Behind all that is queued, the device would run out of work while the host sleeps."""
-    rig = make(4, MarkedStreams())
-    frames = pages(rig, 10)
-    begins, waited = [], []
-    rig.files.wait_beside = lambda transfer, compute: waited.append((rig.streams.marks.index(compute), *begins[-2:])) or True
-    while frames:
-        begins.append(len(rig.streams.marks))
-        rig.replay(frames.pop())
-    assert len(waited) >= 5
-    assert all(last <= mark < this for mark, last, this in waited)
-
-
-def test_blocks_are_read_ahead_as_far_as_the_host_has_room(make):
-    rig = make(4)
-    frames = pages(rig, 10)
-    for _ in range(3):
-        rig.replay(frames.pop())
-    gc.collect()
-    rig.replay(frames[6])
-    assert set(rig.states(frames)[3:]) <= {"reading", "in_both"}
-    assert rig.states(frames)[:3] == ["in_file"] * 3
 
 
 # ---- frames that die
@@ -293,7 +254,7 @@ def test_ctrl_c_as_a_read_is_issued_gives_no_wrong_bytes(nth, before, make):
         with pytest.raises(KeyboardInterrupt):
             assert goes_through(rig, frames)
         del rig.files.read
-        rig.engine._ahead = lambda: None
+        rig.engine._ahead = []
         assert goes_through(rig, [frame for frame in frames if frame.state != "ready"])
         frames.clear()
         assert nothing_is_left(rig)

@@ -30,13 +30,6 @@ def reverify(plan: Plan, trace: Trace) -> None:
 
 
 @pytest.mark.parametrize("path", TRACES, ids=lambda p: p.stem)
-def test_every_segment_of_the_shared_traces_is_proven_by_the_greedy_portfolio(path):
-    plan = plan_trace(read_trace(path), solver="greedy")
-    for phase in plan.phases:
-        assert phase.peak == phase.lower_bound and phase.proven, phase
-
-
-@pytest.mark.parametrize("path", TRACES, ids=lambda p: p.stem)
 def test_the_plan_of_the_shared_traces_is_the_least(path):
     trace = read_trace(path)
     plan = plan_trace(trace)

@@ -2,7 +2,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_memo.plan import greedy, verify
-from ds_memo.plan.dsa import Lifespan, Problem, lower_bound, peak, sections
+from ds_memo.plan.dsa import Problem, lower_bound, peak, sections
 
 
 @st.composite
@@ -13,11 +13,6 @@ def problems(draw, most=12, longest=12, largest=20):
         born = draw(st.integers(0, longest - 1))
         rows.append((str(i), born, draw(st.integers(born + 1, longest)), draw(st.integers(1, largest))))
     return Problem.of(rows)
-
-
-def test_lifespan_is_half_open():
-    assert Lifespan(0, 3).overlaps(Lifespan(2, 4))
-    assert not Lifespan(0, 3).overlaps(Lifespan(3, 4))
 
 
 @given(problems())
@@ -65,15 +60,3 @@ def test_first_fit_and_best_fit_differ_as_they_should():
     buffers = Problem.of([rows[2], rows[0], rows[3], rows[1], rows[4]]).buffers
     assert greedy.first_fit(buffers, range(5)) == [0, 4, 6, 8, 0]
     assert greedy.first_fit(buffers, range(5), best=True) == [0, 4, 6, 8, 6]
-
-
-def test_a_passed_deadline_still_gives_the_sweep():
-    buffers = Problem.of([(str(i), i, 2 + i, 1 + i) for i in range(200)]).buffers
-    offsets, name = greedy.portfolio(buffers, deadline=0.0, target=1)
-    assert name == "in time" and offsets == greedy.in_time(buffers)
-    assert peak(buffers, offsets) < 600, "addresses are used again"
-
-
-def test_nothing_to_place():
-    assert greedy.portfolio(()) == ([], "empty")
-    assert lower_bound(()) == 0

@@ -8,12 +8,11 @@ from ds_memo.plan import (
     plan_from_json,
     plan_to_json,
     plan_trace,
-    read_plan,
     read_trace,
 )
 from ds_memo.plan.formats import parse_trace
 from ds_memo.plan.phases import LayerPass, PassPart
-from ds_memo.plan.snapshot import load_plain, read_snapshot
+from ds_memo.plan.snapshot import read_snapshot
 from tests.plan.instances import TRACES
 
 
@@ -60,10 +59,6 @@ BAD_TRACES = [
     ("malloc a 1\nmalloc b 10", 2, "'malloc b 10'"),
     ("", 0, "no requests"),
     ("phase " + "L" * 10**6 + "\nmalloc a 1\n", 1, "expected a phase"),
-    ("phase L" + "9" * 5000 + ".f\nmalloc a 1\n", 1, "expected a phase"),
-    ("malloc a " + "9" * 10**6 + "\n", 1, "expected a size"),
-    ("x" * 10**6 + "\n", 1, "xxx"),
-    ("malloc \x1b[31m -1\nmalloc \x1b[31m 1\n", 1, "-1"),
 ]
 
 
@@ -73,23 +68,6 @@ def test_bad_traces(text, line, words):
         parse_trace(text, "t.txt")
     assert caught.value.line == line and words in str(caught.value) and "expected" in str(caught.value)
     assert str(caught.value).startswith(f"t.txt:{line}:" if line else "t.txt:") and len(str(caught.value)) < 1000
-
-
-def test_what_windows_puts_first(tmp_path):
-    """A byte order mark, and the line ends of Windows."""
-    (tmp_path / "t").write_bytes(b"\xef\xbb\xbfmalloc a 5\r\nfree a\r\n")
-    assert len(read_trace(tmp_path / "t").requests) == 2
-    plan = plan_trace(parse_trace("malloc a 5\nfree a\n"))
-    (tmp_path / "plan.json").write_bytes(b"\xef\xbb\xbf" + plan_to_json(plan).encode())
-    assert read_plan(tmp_path / "plan.json") == plan
-
-
-def test_not_text(tmp_path):
-    (tmp_path / "t").write_bytes(b"malloc a \xff\n")
-    with pytest.raises(errors.MalformedInput, match="UTF-8"):
-        read_trace(tmp_path / "t")
-    with pytest.raises(errors.PlanError, match="No such file"):
-        read_trace(tmp_path / "absent")
 
 
 def test_plans_round_trip():
@@ -105,7 +83,6 @@ def test_plans_round_trip():
         (lambda t: t[: len(t) // 2], "expected a plan as JSON"),
         (lambda t: t.replace("ds_memo.plan/2", "ds_memo.plan/0"), "schema 'ds_memo.plan/0'"),
         (lambda t: t.replace('"peak"', '"pique"', 1), "pique"),
-        (lambda t: "", "expected a plan as JSON"),
         (lambda t: "[" * 100_000, "brackets within brackets"),
     ],
 )
@@ -189,83 +166,14 @@ class _Attack:
     [
         (_Attack(), errors.UnsafePickle, "system"),
         ({"device_traces": [[_Attack()]]}, errors.UnsafePickle, "system"),
-        (range(3), errors.UnsafePickle, "range"),
         (b"", errors.MalformedInput, "expected a whole pickle"),
         (pickle.dumps(snapshot(("alloc", 1, 1)))[:-40], errors.MalformedInput, "exhausted before end of frame"),
         (snapshot(), errors.MalformedInput, "device_traces"),
-        (snapshot(("alloc", 1, -5)), errors.MalformedInput, "-5"),
         (snapshot(("alloc", 1, 5), ("alloc", 1, 5)), errors.MalformedInput, "in use"),
-        (snapshot(("alloc", "x", 5)), errors.MalformedInput, "'x'"),
         (snapshot(("free_completed", 1, 5)), errors.MalformedInput, "no alloc"),
     ],
-    ids=range(10),
+    ids=range(7),
 )
 def test_bad_snapshots(dump, data, error, words):
     with pytest.raises(error, match=words):
         read_snapshot(dump(data))
-
-
-@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
-def test_every_protocol_of_plain_data(protocol):
-    """Pickles of Python's pickler: with and without frames, memo by number or by order, long lists in batches."""
-    shared = {"name": "f", "filename": "é\ud800.py", "line": 7}
-    data = [
-        shared,
-        [shared] * 2500,
-        (),
-        (1,),
-        (1, 2),
-        (1, 2, 3),
-        (1, 2, 3, 4),
-        None,
-        True,
-        False,
-        -1,
-        255,
-        65536,
-        2**31,
-        2**63,
-        -(2**70),
-    ]
-    data += [0.5, float("inf"), "", "x" * 300, {str(i): [i] for i in range(2500)}]
-    loaded = load_plain(pickle.dumps(data, protocol), "p")
-    assert loaded == data and loaded[0] is loaded[1][0]
-
-
-@pytest.mark.parametrize(
-    "data, words",
-    [
-        (b"\x80\x05\x96" + (1 << 60).to_bytes(8, "little") + b".", "damage"),  # a bytearray
-        (b"\x80\x04\x8d" + (1 << 60).to_bytes(8, "little") + b".", "whole pickle"),
-        (b"\x80\x04e.", "damage"),
-        (b"\x80\x04\x87.", "damage"),
-        (b"\x80\x04}(\x8c\x01au.", "damage"),
-        (b"\x80\x04\x8c\x01\xff.", "utf-8"),
-        (b"\x80\x04\x8c\x05ab", "whole pickle"),
-        (b"\x80\x04cos\nsystem\n.", "os.system"),
-        (b"\x80\x04\x8c\x02os\x8c\x06system\x93.", "os.system"),
-    ],
-    ids=range(9),
-)
-def test_pickles_that_want_too_much(data, words):
-    with pytest.raises(errors.PlanError, match=words):
-        load_plain(data, "p")
-
-
-def test_an_event_that_holds_itself_many_times(dump):
-    """Its repr is 2^26 brackets long: 22 s and 335 MB of stderr."""
-    event = []
-    for _ in range(26):
-        event = [event, event]
-    with pytest.raises(errors.MalformedInput) as caught:
-        read_snapshot(dump({"device_traces": [[event]]}))
-    assert len(str(caught.value)) < 1000
-
-
-@pytest.mark.parametrize(
-    "event", [("alloc", 1, 1 << 20_000), ("alloc", [[]] * 10**6, 1), ("alloc", 1 << 20_000, "x")], ids=range(3)
-)
-def test_numbers_that_cannot_be_written_out(dump, event):
-    with pytest.raises(errors.MalformedInput) as caught:
-        read_snapshot(dump(snapshot(event)))
-    assert len(str(caught.value)) < 1000

@@ -8,7 +8,7 @@ from ds_memo.plan.formats import make_trace
 from ds_memo.plan.phases import LayerPass
 from ds_memo.plan.search import search
 from ds_memo.plan.trace import Request, Trace
-from tests.ops.compiling import lacks, stand_in
+from tests.ops.compiling import lacks
 from tests.plan.instances import CAPACITY, GAP, GAP_BEST, GAP_BOUND, MINIMALLOC, best_peak, dense, packing
 from tests.plan.test_dsa import problems
 
@@ -125,27 +125,6 @@ def test_without_a_compiler_cbc_goes_on_and_says_so(solver):
     assert (found.peak, found.lower_bound, found.bound, found.proven) == (GAP_BEST, GAP_BOUND, GAP_BEST, True)
     (note,) = found.notes
     assert note.startswith("exact search left out: dsa_search is not available: ")
-
-
-@pytest.mark.processes
-@pytest.mark.usefixtures("no_compiler")
-def test_without_a_compiler_a_plan_says_so_once():
-    """Although it solves several problems."""
-    with pytest.warns(MemoWarning, match=WITHOUT) as said:
-        plan = plan_trace(gaps(2), seconds=8)
-    assert sum(WITHOUT in str(warning.message) for warning in said) == 1
-    assert sum("exact search left out" in note for note in plan.notes) == 1
-
-
-@pytest.mark.processes
-@needs_compiler
-def test_a_compiler_that_hangs_leaves_half_of_the_time_limit(tmp_path, monkeypatch):
-    monkeypatch.setattr("ds_memo.plan.search._library", None)
-    monkeypatch.setenv("CXX", stand_in(tmp_path, "sleep 600")[0])
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with pytest.warns(MemoWarning, match="was not done when the time limit ended"):
-        found = solve(GAP, seconds=8)
-    assert found.method == "mip (cbc)" or found.proven
 
 
 @needs_compiler

@@ -61,18 +61,6 @@ def test_evaluation_between_a_forward_and_its_backward() -> None:
     assert_followed(drive)
 
 
-@pytest.mark.slow
-def test_a_second_backward_through_the_same_graph() -> None:
-    def drive(m: nn.Module, _: int) -> Outcome:
-        torch.manual_seed(7)
-        loss = m(inputs_embeds=BATCH.embeds, labels=BATCH.labels).loss
-        loss.backward(retain_graph=True)
-        loss.backward()
-        return Outcome(loss.detach(), gradients(m))
-
-    assert_followed(drive)
-
-
 def test_detaching_while_blocks_are_alive() -> None:
     model = build("llama")
     with Counting(model):

@@ -251,11 +251,10 @@ def test_blocks_are_kept_whole_for_a_profile_only_where_one_will_be_made(tmp_pat
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("cxx, why", [("no-such-compiler", "no C++ compiler"), ("false", "false failed: exit status 1")])
-def test_no_compiler(cxx: str, why: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """tests/test_compiled.py has each fault of a build."""
     monkeypatch.setattr(OpBuilder, "_loaded_ops", {})
-    monkeypatch.setenv("CXX", cxx)
+    monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     model = build("plain")
     want = outcomes(model, BARE, lambda m, _: step(m, BATCH), 1)[0]
@@ -263,7 +262,7 @@ def test_no_compiler(cxx: str, why: str, monkeypatch: pytest.MonkeyPatch, tmp_pa
         handle = ds_memo.attach(model, CONFIG)
     bit_equal(step(model, BATCH), want)
     report = handle.report()
-    assert report["plan"] is None and why in report["warnings"][0]
+    assert report["plan"] is None and "no C++ compiler" in report["warnings"][0]
     handle.detach()
 
 

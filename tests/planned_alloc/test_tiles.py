@@ -48,15 +48,6 @@ def test_lengths_with_other_numbers_of_tiles(monkeypatch: pytest.MonkeyPatch) ->
     assert sum(misses for _, misses in missed(build("llama"), LENGTHS, want)) > 100
 
 
-def test_a_new_length_with_as_many_tiles_is_planned_at_once() -> None:
-    lengths = [1210, 1260, 1230, 1245]
-    model = build("llama")
-    want = outcomes(model, BARE, lambda m, i: step(m, Batch.random(1, lengths[i])), len(lengths))
-    found = missed(model, lengths, want)
-    assert [misses for _, misses in found] == [0] * len(lengths)
-    assert [hits > 1000 for hits, _ in found] == [False, False, True, True]
-
-
 def test_one_tile_is_planned_and_all_follow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bilevel, "_MANY", 1000)
     model, lengths = build("llama"), [2048 + 100] * 4

@@ -47,18 +47,6 @@ def test_models_that_take_turns_are_both_planned() -> None:
         assert all(plan["plans"] == 1 for plan in plans)
 
 
-def test_each_counts_its_own() -> None:
-    actor, critic = build("llama"), build("plain")
-    with Counting(actor) as first, Counting(critic) as second:
-        for _ in range(4):
-            step(actor, BATCH)
-        first.counts()
-        for _ in range(4):
-            step(critic, BATCH)
-        assert first.counts() == (0, {})
-        assert second.counts()[0] > 50
-
-
 def test_a_refused_layer_of_one_that_has_gone_is_no_phase_of_the_other() -> None:
     actor, critic = build("llama"), build("plain")
     with Counting(actor) as first:

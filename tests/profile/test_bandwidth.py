@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import threading
 import time
 from contextlib import closing
@@ -12,11 +11,9 @@ import pytest
 import torch
 
 from ds_memo.errors import MemoError
-from ds_memo.memory.numa import Node
 from ds_memo.profile import bandwidth
 from ds_memo.profile.bandwidth import CopyBench
 from ds_memo.profile.live import LiveBytes
-from ds_memo.swap import host_pool as pool
 from ds_memo.swap import host_slab
 from ds_memo.swap import pinned_segments as segments
 from ds_memo.swap.pinned_segments import PAGE
@@ -59,16 +56,6 @@ def test_copies_go_round_over_a_span_of_the_host(budget, chunks):
     assert max(written) - min(written) == (chunks - 1) << 20 == bench._slab.budget.nbytes - (1 << 20)
     for stream, (first, second) in {name: pairs[:2] for name, pairs in copied.items()}.items():
         assert chunks == 1 or first[stream == H2D].data_ptr() != second[stream == H2D].data_ptr()
-
-
-def test_it_lies_where_the_slab_of_training_does(monkeypatch):
-    """On another NUMA node a copy would cross the link between the sockets."""
-    nodes = []
-    node = Node(0, frozenset(os.sched_getaffinity(0)))
-    monkeypatch.setattr(pool, "node_of", lambda device: nodes.append(device) or node)
-    bench = CopyBench(CPU, budget=1 << 30, chunk=PAGE)
-    bench.close()
-    assert bench._slab.pool.node is node and nodes == [CPU]
 
 
 def test_a_block_that_the_system_refuses_is_halved(monkeypatch):

@@ -30,12 +30,6 @@ def test_there_and_back() -> None:
     assert profile.kinds[0].check == make_sample(64)
 
 
-def test_a_file_from_before_ranks_shared_sequences() -> None:
-    old = data()
-    del old["ranks_per_sequence"]
-    assert from_json(json.dumps(old)).ranks_per_sequence == 1
-
-
 @pytest.mark.parametrize(
     "text", ["", "{", "[]", "null", "7", '"x"', "{}", '{"format": 1}', '{"format": 4}', '{"format": 5}', "NaN"]
 )

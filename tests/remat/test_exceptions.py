@@ -61,15 +61,15 @@ def stumbling(where: str, passes: int) -> Iterator[None]:
 
 
 PLACES = {
-    "tiles": [("pre", 1), ("pre", 3), ("pre", 7), ("pre", 9), ("post", 2), ("post", 5), ("backward", 0), ("backward", 9)],
-    "mixed": [("pre", 1), ("post", 2), ("post", 3), ("backward", 0), ("backward", 3), ("loss", 0)],
+    "tiles": [("pre", 1), ("pre", 7), ("post", 5), ("backward", 0), ("backward", 9)],
+    "mixed": [("pre", 1), ("post", 3), ("backward", 0), ("backward", 3), ("loss", 0)],
 }
 """Two layers in tiles pass 16 pres and 8 posts in a forward, as many again in a backward; the first step analyses besides. Whole
 layers pass each once, and once more in a replay."""
 CASES = [(way, *place, first) for way, places in PLACES.items() for place, first in itertools.product(places, (True, False))]
 
 
-@pytest.mark.parametrize("way, where, passes, first", everyday(CASES, [*CASES[0:16:8], *CASES[5:16:8], *CASES[16:]]))
+@pytest.mark.parametrize("way, where, passes, first", everyday(CASES, [CASES[0], CASES[7], *CASES[10:]]))
 def test_an_exception_and_a_clean_next_step(way: str, where: str, passes: int, first: bool, frames: Any) -> None:
     stock, model = toy(Stumbles, layers=2), toy(Stumbles, layers=2)
     model.head.register_forward_pre_hook(lambda *_: Stumbles.pass_here("loss"))

@@ -15,16 +15,15 @@ from tests.models import BF16, FP32, LAYERS, MODELS, ZERO_GRADIENTS, Batch, Outc
 
 ALPHAS = (0.0, 1 / 8, 1 / 4, 1 / 2, 7 / 8, 1.0)
 RESIDENTS = (0, 1, 2, LAYERS)
-SHAPES = tuple(itertools.product((1, 2), (4, 17, 33, 64)))
-"""(batch, length). 64 is also the hidden size, so a size does not identify a dimension."""
 MATH_ATTENTION = {"gemma2"}
 """Families whose soft cap needs eager attention. Here it stays, and materialises its scores."""
 EXPERTS = {"mixtral", "qwen3_moe"}
 
-COVERING = [((1, 17), 1 / 8, 1), ((2, 4), 7 / 8, 1), ((2, 64), 1 / 8, 0)]
+COVERING = [((1, 17), 1 / 8, 1), ((2, 64), 7 / 8, 0)]
+"""(batch, length), alpha and residents. 64 is also the hidden size, so a size does not identify a dimension."""
 CASES = [(name, *case) for name in MODELS for case in COVERING]
 PAIRS = list(itertools.product(ALPHAS, RESIDENTS))
-ALPHAS_OF = [*(("llama", *pair) for pair in PAIRS), *(("qwen3_moe", *pair) for pair in PAIRS[::4])]
+ALPHAS_OF = [*(("llama", *pair) for pair in PAIRS), *(("qwen3_moe", *pair) for pair in PAIRS[::8])]
 
 
 @functools.cache
@@ -83,7 +82,7 @@ def assert_was_active(report: dict, name: str, shape: tuple[int, int], alpha: fl
     assert 1 - alpha - 1e-9 <= share <= 1 - alpha + rounding + 1e-9
 
 
-@pytest.mark.parametrize("name, shape, alpha, resident", everyday(CASES, [*CASES[::4], *CASES[:2]]))
+@pytest.mark.parametrize("name, shape, alpha, resident", everyday(CASES, [*CASES[::3], *CASES[:2]]))
 def test_same_as_stock(name: str, shape: tuple[int, int], alpha: float, resident: int) -> None:
     report = run(name, torch.float32, shape, alpha, resident)
     assert_was_active(report, name, shape, alpha, resident)
@@ -98,21 +97,3 @@ def test_every_alpha_with_every_number_of_residents(name: str, alpha: float, res
 @pytest.mark.parametrize("name", everyday(MODELS, ["llama", "mixtral"]))
 def test_same_as_stock_in_bf16(name: str) -> None:
     run(name, torch.bfloat16, (1, 33), 1 / 4, 2)
-
-
-@pytest.mark.slow
-@pytest.mark.sweep
-@pytest.mark.parametrize(
-    "shape, dtype", [*((shape, torch.float32) for shape in SHAPES), *((shape, torch.bfloat16) for shape in SHAPES[1::4])], ids=str
-)
-@pytest.mark.parametrize("name", MODELS)
-def test_every_length(name: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
-    """Half of the pairs of alpha and residents with batch 1, the other half with batch 2. In bfloat16 two shapes: what differs
-    there is rounding, which knows no shape."""
-    odd = SHAPES.index(shape) + shape[0]
-    for (i, alpha), (j, resident) in itertools.product(enumerate(ALPHAS), enumerate(RESIDENTS)):
-        if (i + j + odd) % 2:
-            continue
-        report = run(name, dtype, shape, alpha, resident)
-        if dtype == torch.float32:
-            assert_was_active(report, name, shape, alpha, resident)

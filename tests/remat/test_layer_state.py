@@ -313,23 +313,6 @@ def test_a_product_of_another_shape_is_refused() -> None:
         del SWITCH["tokens"]
 
 
-class WritesMuch(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("table", torch.zeros(1 << 19))
-
-    def feed(self, x: torch.Tensor) -> torch.Tensor:
-        self.table += 1
-        return super().feed(x)
-
-
-def test_a_large_buffer_is_warned_of() -> None:
-    model = toy(WritesMuch)
-    ds_memo.attach(model, SOME)
-    with pytest.warns(ds_memo.MemoWarning, match="it writes to its table, which is above 1 MiB"):
-        forward(model)
-
-
 class DrawsUnseen(Block):
     generator = random.Random(1)  # of the class: no attribute of the layer
 

@@ -156,7 +156,7 @@ def interrupted(run: Callable[[], Any], place: Place) -> bool:
 
 
 WHOLE, TILED = {"tile_tokens": 0}, {"tile_tokens": 12}
-FEW, MANY = 12, 600
+FEW, MANY = 12, 200
 """Places of a case, of every day and of the slow test."""
 
 
@@ -181,7 +181,7 @@ def test_in_a_step(settings: dict[str, Any], number: int) -> None:
 def test_in_a_first_step(settings: dict[str, Any]) -> None:
     """The layers are analysed, and probed for tiles."""
     found = places(Rig(**settings).step)
-    for place in found[:: len(found) // 30]:
+    for place in found[:: len(found) // 12]:
         rig = Rig(**settings)
         interrupted(rig.step, place)
         rig.check()
@@ -193,7 +193,7 @@ def test_in_a_first_step(settings: dict[str, Any]) -> None:
 def test_detach_after_it(settings: dict[str, Any]) -> None:
     rig = Rig(**settings)
     rig.check()
-    for place in where_modes_change(places(rig.step))[::25]:
+    for place in where_modes_change(places(rig.step))[::50]:
         interrupted(rig.step, place)
         rig.ends()
         rig = Rig(**settings)
@@ -206,7 +206,7 @@ def test_the_same_backward_once_more(settings: dict[str, Any]) -> None:
     rig = Rig(**settings)
     rig.check()
     found = places(functools.partial(rig.backward, rig.loss()))
-    for place in found[:: len(found) // 150]:
+    for place in found[:: len(found) // 60]:
         run = functools.partial(rig.backward, rig.loss())
         interrupted(run, place)
         assert rig.is_stocks(run())

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import copy
 import gc
-import threading
 import types
 import warnings
 import weakref
 
 import pytest
-import torch
-from torch import nn
 
 import ds_memo
 from ds_memo.ops.allocator import Allocator
-from ds_memo.ops.builder import AllocatorBuilder
 from ds_memo.runtime.active_forward import in_forward
 from tests import architectures
 from tests.inside import inside
@@ -51,16 +47,6 @@ def test_a_forward_of_ones_own_is_put_back() -> None:
     assert "forward" not in vars(model.blocks[1])
 
 
-def test_a_device_is_that_of_a_tensor_there() -> None:
-    """On CUDA: without an index the current one. A CPU's index says nothing, and is left out."""
-    models = build("llama"), build("plain")
-    handles = ds_memo.attach(models[0], {}), ds_memo.attach(models[1], {}, device=torch.device("cpu", 0))
-    assert [inside(handle).engine.device for handle in handles] == [torch.device("cpu")] * 2
-    assert inside(handles[0]).slab.pool is inside(handles[1]).slab.pool, "models of one device share the host"
-    for handle in handles:
-        handle.detach()
-
-
 @pytest.mark.parametrize("first, second, said", [
     ("", "", r"LlamaForCausalLM is already attached; call \.detach\(\)"), ("", "model", "already"), ("model", "", "already"),
 ], ids=["twice", "its part", "what it is a part of"])  # fmt: skip
@@ -90,36 +76,6 @@ def test_use_after_detach() -> None:
         ds_memo.report(handle)
     with pytest.raises(ds_memo.MemoError, match="already detached"):
         handle.detach()
-
-
-@pytest.mark.parametrize("layers, given", [(4, True), (2, False)])
-def test_what_sets_alpha_where_all_layers_are_resident(layers: int, given: bool) -> None:
-    handle = ds_memo.attach(Toy(layers=layers), {"alpha": 0.5, "resident_layers": layers} if given else {})
-    said = "as configured: all 4 layers are resident, nothing is swapped" if given else "not known before the first forward"
-    assert handle.report()["binding"] == said
-    handle.detach()
-
-
-def test_report_of_something_else() -> None:
-    with pytest.raises(ds_memo.MemoError, match="Linear is not under ds_memo"):
-        ds_memo.report(nn.Linear(1, 1))
-
-
-@pytest.mark.parametrize("refusal", [RuntimeError("can't start new thread"), MemoryError()], ids=["RLIMIT_NPROC", "RLIMIT_AS"])
-def test_a_thread_that_the_system_refuses(refusal: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One line says what to look at, and the model is as it was."""
-
-    def refuse(thread: threading.Thread) -> None:
-        raise refusal
-
-    model = build("plain")
-    with (
-        monkeypatch.context() as patch,
-        pytest.raises(ds_memo.MemoError, match=r"^the system refused memory or a thread .*ulimit -u"),
-    ):
-        patch.setattr(threading.Thread, "start", refuse)
-        ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 2})
-    ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 2}).detach()
 
 
 @pytest.mark.parametrize("trained", [False, True])
@@ -171,26 +127,6 @@ def test_layers_inside_layers_are_parts_of_these() -> None:
     handle.detach()
 
 
-def test_offloaded_gradient_checkpointing_over_memo() -> None:
-    model = build("llama")
-    handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 2})
-    model.gradient_checkpointing_enable(offload=True)
-    with pytest.raises(ds_memo.MemoError, match=r'"offload": True} does what memo does in another way'):
-        step(model, BATCH)
-    handle.detach()
-
-
-@pytest.mark.filterwarnings("error::ds_memo.errors.MemoWarning")
-def test_a_forward_that_fails_early_is_not_warned_about() -> None:
-    model = build("llama")
-    handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 2})
-    with pytest.raises((IndexError, RuntimeError)) as caught:
-        model(input_ids=torch.tensor([[10**6]]))
-    assert not isinstance(caught.value, ds_memo.MemoError)
-    assert handle.report()["warnings"] == []
-    handle.detach()
-
-
 def test_a_deep_copy_is_a_model_of_its_own() -> None:
     """Weight averaging copies models after they were set up."""
     model = build("llama")
@@ -202,21 +138,6 @@ def test_a_deep_copy_is_a_model_of_its_own() -> None:
     assert handle.report()["frames"] == frames
     handle.detach()
     assert_same(step(twin, BATCH), step(stock, BATCH))
-
-
-def test_a_warning_that_is_an_error_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    def cannot(self: AllocatorBuilder, verbose: bool = False) -> None:
-        raise RuntimeError("no compiler")
-
-    model = build("llama")
-    before = fingerprint(model)
-    with monkeypatch.context() as patch, warnings.catch_warnings():
-        patch.setattr(AllocatorBuilder, "load", cannot)
-        warnings.simplefilter("error", ds_memo.MemoWarning)
-        with pytest.raises(ds_memo.MemoWarning, match="memory addresses are not planned"):
-            ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 2})
-    assert fingerprint(model) == before
-    ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 2}).detach()
 
 
 def test_a_warning_that_is_an_error_ends_one_forward(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,6 @@ import ds_memo
 from ds_memo.runtime.active_forward import in_forward
 from ds_memo.runtime.module_patches import nothing
 from ds_memo.swap.engine import SwapEngine
-from ds_memo.swap.frame import Kept
 from tests.inside import inside
 from tests.models import LAYERS, Batch, assert_same, build, step
 
@@ -51,29 +50,6 @@ class Rig:
         assert self.handle.report()["warnings"] == []
         self.handle.detach()
         assert self.slab.used == self.slab.pool.used == 0
-
-
-def test_while_a_reload_is_issued(monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = Rig()
-    with monkeypatch.context() as patch:
-        patch.setattr(Kept, "slot_in", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            rig.loss().backward()
-    rig.model.zero_grad()
-    rig.goes_on()
-    rig.ends()
-
-
-def test_while_a_dead_frame_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = Rig()
-    rig.loss()  # its graph is dropped while copies are under way
-    assert inside(rig.handle).engine._pending
-    with monkeypatch.context() as patch:
-        patch.setattr(type(inside(rig.handle).engine.streams), "wait", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            rig.loss()
-    rig.goes_on()
-    rig.ends()
 
 
 @pytest.mark.parametrize("goes_on", [True, False])

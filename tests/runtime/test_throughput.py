@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import weakref
 from collections.abc import Callable
@@ -23,13 +22,6 @@ from tests.models import Batch, Toy
 PLANNED = {"alpha": 0.5, "resident_layers": 1, "plan": {"enabled": True}}
 
 
-def test_nothing_before_two_steps() -> None:
-    speed = Speed()
-    assert not speed.steps and speed.medians() == (None, None)
-    speed.stepped(1.0, 0)
-    assert speed.steps == 1 and speed.medians() == (None, None)
-
-
 def test_medians_are_of_steps_and_not_of_their_sum() -> None:
     speed, now, seen = Speed(), 0.0, 0
     for seconds, tokens in [(0.0, 10), (1.0, 100), (50.0, 100), (2.0, 400)]:  # one step was interrupted
@@ -37,13 +29,6 @@ def test_medians_are_of_steps_and_not_of_their_sum() -> None:
         seen += tokens
         speed.stepped(now, seen)
     assert speed.medians() == (2.0, pytest.approx(100.0))
-
-
-def test_old_steps_are_forgotten() -> None:
-    speed = Speed()
-    for number in range(40):
-        speed.stepped(float(number * 5 if number < 19 else 90 + number - 18), 10 + 10 * number)
-    assert speed.medians() == (1.0, 10.0)
 
 
 def test_steps_count_that_are_settled() -> None:
@@ -64,20 +49,6 @@ def test_where_no_step_is_ever_settled_all_count() -> None:
         assert speed.medians() == (None, None)
     speed.stepped(40.0, 210, 20)
     assert speed.medians() == (2.0, 5.0)
-
-
-def test_several_optimizers_step_once() -> None:
-    """Muon beside AdamW, or one for each parameter."""
-    speed = Speed()
-    for step in range(4):
-        for number in range(3):
-            speed.stepped(step + 0.001 * number, 100 + 100 * step)
-    assert speed.medians() == (1.0, 100.0)
-
-
-@pytest.mark.parametrize("hidden", [(2, 8, 64), (0,)])
-def test_a_cpu_has_no_mfu(hidden: tuple[int, ...]) -> None:
-    assert model_flops_utilization(torch.nn.Linear(2, 2), hidden, 100.0, torch.device("cpu")) is None
 
 
 @pytest.mark.parametrize("ranks", [1, 8])
@@ -154,14 +125,3 @@ def test_only_optimizers_of_the_model(made: str) -> None:
         end()
     mine.step()
     assert len(listener.heard) == 4
-
-
-def test_who_has_gone_hears_nothing_and_is_not_kept() -> None:
-    model, listener = nn.Linear(2, 2), Listener()
-    steps, heard = optimizer(model), listener.heard
-    watch(model, listener)
-    gone = weakref.ref(listener)
-    del listener
-    gc.collect()
-    steps.step()
-    assert gone() is None and heard == []

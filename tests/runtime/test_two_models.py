@@ -97,19 +97,6 @@ def test_without_shares_the_second_never_gets_any_host_memory(models, monkeypatc
             (loss_of(actors[0]) + loss_of(actors[1])).backward()
 
 
-def test_without_reuse_in_turns_alpha_is_lower(models) -> None:
-    """The control of the first test: a share each from the start."""
-    actors, _, handles = models
-    alphas = []
-    for shares in (False, True):
-        for handle in handles:
-            inside(handle).slab.budget.has_share = shares
-        for model in actors:
-            loss_of(model).backward()
-        alphas.append([handle.report()["alpha"] for handle in handles])
-    assert all(share < whole for whole, share in zip(*alphas, strict=True)), alphas
-
-
 def test_a_forward_in_another_thread_is_refused_while_one_runs(models) -> None:
     """With one line, and the one that runs goes on. In turns any thread may train."""
     actors, stocks, handles = models

@@ -15,11 +15,8 @@ from tests.distributed_harness.common import DistributedTest
 from tests.sequence.whole_and_parts import OWN, Batch, gradients, make, mean_loss, memo, summed_gradients
 
 OWN["one head of Mamba-2"] = functools.partial(architectures.build, "nemotron_h", mamba_num_heads=1, n_groups=1)
-FAMILIES = (
-    *("llama", "gemma2", "gpt_oss", "deepseek_v3", "qwen3_next", "nemotron_h", "one head of Mamba-2", "jamba"),
-    *("recurrent_gemma", "minimax"),
-)
-"""Kernels with caps and without, sinks, keys and values of two sizes; convolutions, scans, a mixer on all tokens."""
+FAMILIES = (*("llama", "gemma2", "deepseek_v3", "qwen3_next", "one head of Mamba-2", "minimax"),)
+"""Kernels with caps and without, keys and values of two sizes; convolutions, scans, a mixer on all tokens."""
 HOW = ((2, None), (1, memo(0.5)), (2, memo(0.5, tile_tokens=11)))
 ROUNDING = 1.5
 """Largest distance from gradients in float32, in that of stock under autocast: roundings differ, as kernels do."""
@@ -28,7 +25,7 @@ ROUNDING = 1.5
 class TestTwoRanks(DistributedTest):
     world_size = 2
 
-    @pytest.mark.parametrize("name, how", [*((name, number % 3) for number, name in enumerate(FAMILIES)), ("qwen3_next", 2)])
+    @pytest.mark.parametrize("name, how", [(name, number % 3) for number, name in enumerate(FAMILIES)])
     def test_gradients_are_rounded_as_stocks(self, name, how):
         ulysses, settings = HOW[how]
         model, autocast = make(name), torch.autocast("cpu", torch.bfloat16)

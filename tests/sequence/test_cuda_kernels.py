@@ -13,12 +13,14 @@ from ds_memo import attention_kernel as choice
 from ds_memo.errors import MemoError
 from ds_memo.remat import cudnn
 from ds_memo.sequence import kernels
-from ds_memo.sequence.masks import Mask
+from ds_memo.sequence.masks import Mask, plan
 from tests import attention_kernels
 from tests.attention_kernels import cuda_kernels
 from tests.everyday import everyday
 from tests.sequence.test_kernels import MASKS, differences, layout
 
+chosen: set[str] = set()
+"""Kernels of ds_memo's own calls. What ran may be the stock model's."""
 TOLERANCE = 1e-5
 """Log-sum-exps are in float32, as all else here."""
 CARDS = {"hopper": (9, 0), "ampere": (8, 0), "turing": (7, 5)}
@@ -37,9 +39,12 @@ def card(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], configured: str | None = None, **changed: Callable[..., Any]
 ) -> Iterator[list[str]]:
     """Have calls on the CPU choose and run kernels as on such a card, in half precision; yield the kernels that ran."""
+    chosen.clear()
 
     def kernel_for(call: choice.Attention, device: torch.device) -> choice.AttentionKernel:
-        return choice.attention_kernel(call._replace(dtype="bfloat16"), capability, configured=configured)
+        found = choice.attention_kernel(call._replace(dtype="bfloat16"), capability, configured=configured)
+        chosen.add(found.name)
+        return found
 
     monkeypatch.setattr(kernels, "kernel_for", kernel_for)
     with cuda_kernels("cudnn", **changed) as ran:
@@ -62,9 +67,28 @@ def test_each_card_s_kernels_give_the_softmax(
     families = {"hopper": {"flash", "cudnn"}, "ampere": {"flash"}, "turing": {"efficient"}}[name]
     if name == "hopper" and mask.kind in ("causal", "both") and documents == "one":
         families = {"cudnn"}
-    elif mask.kind == "window" or ring == 1:  # a step of a ring may be one square of a document
+    elif mask.kind == "window" or documents == "rows differ":
         families -= {"cudnn"}
     assert ran and {next(family for family in ("flash", "cudnn", "efficient") if family in op) for op in ran} <= families
+
+
+CASES = [((0, 47), "cudnn"), (tuple(range(0, 48, 5)), "flash")]
+
+
+@pytest.mark.parametrize(("starts", "kernel"), CASES, ids=["a key alone", "many calls"])
+@pytest.mark.parametrize("ring", [1, 2])
+def test_a_call_with_one_key(starts: tuple[int, ...], kernel: str, ring: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As padding may be; cuDNN takes none. Three heads share a key head. Ten calls are one of flash."""
+    with card(monkeypatch, (9, 0)) as ran:
+        assert max(errors(ring, documents=(starts,), heads=(6, 2))) < TOLERANCE
+    assert ran and (kernel in ran[0] or ring == 2)
+
+
+def test_documents_have_flash_however_few() -> None:
+    """Their lengths change with each batch, and cuDNN makes a plan for each."""
+    for starts, kind in (((0,), "plain"), ((0, 20), "documents")):
+        found = plan(layout(1, 48, (starts,))[0], Mask())
+        assert kernels._mask_of(tuple(found.steps[0]), found.documents) == kind
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_memo.sequence.exchange import blocks, common, gather, index, move, shared_by, to_heads, to_tokens
+from ds_memo.sequence.exchange import blocks, common, gather, move, shared_by, to_heads, to_tokens
 from ds_memo.sequence.parts import SequenceParts, contiguous, cut, even
 from ds_memo.sequence.ranks import ranks_of
 from tests.distributed_harness.common import DistributedTest
@@ -104,14 +104,6 @@ class TestExchange(DistributedTest):
                 assert torch.equal(ordered(inputs)[0], whole)
                 assert_as_whole(inputs[rank], lambda x, dim=dim, parts=parts: gather(x, dim, parts), inputs, ordered)
 
-    def test_gather_makes_one_tensor(self, monkeypatch):
-        """Under NCCL a gather into a list makes another one of all parts."""
-        monkeypatch.delattr(dist, "all_gather")
-        parts = SequenceParts(ranks_of(dist.group.WORLD, dist.get_world_size()), 40)
-        for dtype in (torch.float64, torch.bfloat16, torch.int64, torch.uint8):
-            x = torch.arange(parts.length).to(dtype)
-            assert torch.equal(gather(parts.own_of(x, 0), 0, parts), x)
-
     def test_move(self):
         """Between a caller's parts of any lengths, some empty, zigzag parts, and random ones. Tokens of no rank are zero."""
         ranks, rank, group = dist.get_world_size(), dist.get_rank(), dist.group.WORLD
@@ -174,10 +166,6 @@ def test_heads_of_ranks():
         for shared in (size for size in range(1, heads + 1) if heads % size == 0):
             groups = shared_by(owned, heads, shared)
             assert all({head // (heads // shared) for head in mine} == {*of} for mine, of in zip(owned, groups, strict=True))
-
-
-def test_an_index_is_made_once():
-    assert index((1, 2), torch.device("cpu")) is index((1, 2), torch.device("cpu"))
 
 
 @pytest.mark.parametrize("seed", range(5))

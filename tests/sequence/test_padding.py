@@ -70,7 +70,7 @@ def assert_exact(name: str, ulysses: int, sides: tuple[int, ...], counted: bool 
     assert_within_rounding(f"{name}, {sides}", lambda: distances(name, ulysses, Padded(sides, counted), alpha))
 
 
-FAMILIES = ("llama", "mistral", "gemma2", "gemma3_text", "gpt_oss", "llama4_text", "deepseek_v3", "gpt2", "opt", "qwen3_next")
+FAMILIES = ("llama", "mistral", "gpt_oss", "llama4_text", "gpt2", "qwen3_next")
 
 
 class TestTwoRanks(DistributedTest):
@@ -78,9 +78,8 @@ class TestTwoRanks(DistributedTest):
 
     @pytest.mark.parametrize("name, ulysses", [("llama", 1), *((name, 2 - number % 2) for number, name in enumerate(FAMILIES))])
     def test_families(self, name, ulysses):
-        for sides in SIDES:
-            assert_exact(name, ulysses, sides)
-            assert_exact(name, ulysses, sides, counted=True)
+        for number, sides in enumerate(SIDES):
+            assert_exact(name, ulysses, sides, counted=number % 2 == 0)
 
     def test_memo(self):
         for ulysses in (2, 1):

@@ -55,7 +55,7 @@ def test_a_table_is_the_mask_that_transformers_makes(window, monkeypatch):
 class TestTwoRanks(DistributedTest):
     world_size = 2
 
-    @pytest.mark.parametrize("name", everyday(vision.KINDS, ["qwen3_vl", "gemma3"]))
+    @pytest.mark.parametrize("name", everyday(vision.KINDS, ["qwen3_vl", "gemma3"], ["llava", "paligemma 2"]))
     def test_models(self, name):
         for ulysses in (2, 1):
             assert_exact(name, ulysses)
@@ -68,7 +68,7 @@ class TestTwoRanks(DistributedTest):
             for padding in ((7, 0), (-5, 0), (6, -3)):
                 assert_exact(name, ulysses, padding)
 
-    @pytest.mark.parametrize("name", everyday(["qwen3_vl", "gemma3", "qwen3_5", "llama4"], ["gemma3"]))
+    @pytest.mark.parametrize("name", everyday(["qwen3_vl", "gemma3", "qwen3_5", "llama4"], ["gemma3"], ["qwen3_vl"]))
     def test_memo(self, name):
         for ulysses, settings in ((2, memo(0.5)), (1, memo(0.0, tile_tokens=11))):
             assert_exact(name, ulysses, (7, 0), settings)

@@ -2,15 +2,13 @@ import builtins
 import json
 import re
 import struct
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from ds_memo.cli import main as cli
 from ds_memo.plan import plan_to_json, plan_trace, read_trace
-from ds_memo.plan.formats import parse_trace
-from ds_memo.show.plan import SKELETAL, TRANSIENT, MissingPackage, _labelled, as_html, as_png
+from ds_memo.show.plan import SKELETAL, TRANSIENT, MissingPackage, as_html, as_png
 
 TRACE = Path(__file__).resolve().parents[1] / "data" / "requests" / "gpt_none_L2_s128k.txt"
 
@@ -38,13 +36,6 @@ def test_png_tells_skeletal_and_transient_apart(plan, tmp_path):
     assert pixels_of(picture, "#dc143c", 0.15) > 300  # crimson: the lower bound
 
 
-def test_png_without_transients_has_none_of_their_colour(tmp_path):
-    pytest.importorskip("matplotlib")
-    picture = as_png(plan_trace(parse_trace("phase L0.f\nmalloc a 9000\nphase L0.b\nfree a\n")))
-    (tmp_path / "p.png").write_bytes(picture)
-    assert 0 < pixels_of(tmp_path / "p.png", TRANSIENT) < 2000  # the legend's alone
-
-
 def test_html_holds_every_slot_and_both_lines(plan):
     pytest.importorskip("plotly")
     text = as_html(plan)
@@ -59,13 +50,6 @@ def test_html_holds_every_slot_and_both_lines(plan):
     assert names[2].startswith("peak") and names[3].startswith("lower bound")
     assert len(data[0]["customdata"]) + len(data[1]["customdata"]) == len(plan.slots)
     assert from_json(json.dumps({"data": data}))
-
-
-def test_labels_do_not_run_into_each_other(plan):
-    end = max(p.end for p in plan.phases)
-    middles = [(plan.phases[i].first + plan.phases[i].end) / 2 for i in sorted(_labelled(plan, end))]
-    assert len(middles) > 4
-    assert all(b - a > end / 75 for a, b in pairwise(middles))
 
 
 @pytest.mark.parametrize("draw, package", [(as_png, "matplotlib"), (as_html, "plotly")])

@@ -113,16 +113,6 @@ def test_alpha_0_is_the_same_whether_it_is_solved_for_or_configured(host: int, d
         solve(costs, alpha=0.5)
 
 
-def test_residents_that_are_asked_for_come_first() -> None:
-    one = layer(64 * KI)
-    unit = one.nbytes("input")
-    costs = run(one, 16, host=10 * unit, device=2 * one.frame_bytes + 6 * unit)
-    solution = solve(costs, resident_layers=2)
-    assert sets(solution).on_device == {14, 15} and sets(solution).without_gemms and sets(solution).attention_recomputed
-    with pytest.raises(NothingFits, match="even with the 4 resident layers asked for"):
-        solve(costs, resident_layers=4)
-
-
 # ---- copies that take longer than compute
 
 

@@ -7,13 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from ds_memo.placement import Tiles
 from ds_memo.solve.refusals import NothingFits
 from ds_memo.solve.run_costs import NvmeCosts, RunCosts
 from ds_memo.solve.solver import Solution, solve
 from tests.placements import sets
 from tests.solve.runs import layer, random_run, run
-from tests.solve.test_tiles import tiled
 from tests.solve.virtual_engine import simulate
 
 GIB = 1 << 30
@@ -56,11 +54,6 @@ def test_the_earliest_layers_are_written_and_the_host_holds_the_rest() -> None:
     assert solution.host_bytes == SMALL.host_budget
 
 
-def test_drives_behind_a_host_that_holds_all_are_not_used() -> None:
-    costs = replace(SMALL, host_budget=1 << 50)
-    assert with_nvme(costs) == solve(costs)
-
-
 def test_drives_in_between_are_used_as_far_as_their_writes_hide() -> None:
     steps = [with_nvme(write_bytes_per_s=rate, read_bytes_per_s=rate) for rate in (1e8, 5e8, 1e9, 3e9, 1e10, 2e10)]
     seconds = [solution.step_s for solution in steps]
@@ -96,14 +89,6 @@ def test_every_solution_keeps_its_budgets_and_takes_the_engines_time() -> None:
         engine = simulate(costs, solution.placements)  # it raises where a block has no room
         assert engine.seconds == pytest.approx(solution.step_s, rel=1e-9), seed
         assert engine.nvme_stall_s == pytest.approx(solution.nvme_stall_s, abs=1e-9 * engine.seconds), seed
-
-
-def test_layers_in_tiles() -> None:
-    costs = replace(run(tiled(16), 16, link=2e11), tiles=Tiles(2048))
-    small = replace(costs, host_budget=solve(costs).host_bytes // 8)
-    solution = with_nvme(small, write_bytes_per_s=1e11, read_bytes_per_s=1e11)
-    assert solution.nvme_bytes > 0 and solution.step_s < solve(small).step_s
-    assert simulate(replace(small, nvme=replace(PLENTY, write_bytes_per_s=1e11, read_bytes_per_s=1e11)), solution.placements)
 
 
 # ---- limits

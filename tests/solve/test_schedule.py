@@ -127,6 +127,37 @@ def test_layers_in_tiles_take_it_nearly(differs: bool, off: float) -> None:
         assert Schedule(costs, kinds).at(alpha).seconds == pytest.approx(engine.seconds, rel=off), seed
 
 
+class OneAhead(SwapEngine):
+    """An engine that reloads one small frame at a time."""
+
+    def _next_frames(self, frame: Frame) -> list[Frame]:
+        return super()._next_frames(frame)[:1]
+
+
+def off_at_alpha_0() -> float:
+    """Return the largest share by which the engine takes longer than the schedule says, where reloads hide behind the tiles."""
+    off = []
+    for count, link in itertools.product((4, 8), (20e9, 25e9)):
+        costs = replace(run(tiled(count), 6, link=link), tiles=Tiles((1 << 15) // count))
+        kinds = [PlacementKind.SWAPPED] * 6
+        off.append(simulate(costs, placed(kinds, 0.0)).seconds / Schedule(costs, kinds).at(0.0).seconds - 1)
+    return max(off)
+
+
+def test_the_last_tile_of_the_layer_below_is_back_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert off_at_alpha_0() < 0.006
+    monkeypatch.setattr(virtual_engine, "SwapEngine", OneAhead)
+    assert off_at_alpha_0() > 0.012
+
+
+@pytest.mark.parametrize("alpha, stored", [(0.388, 0.25), (0.5, 0.5), (0.99, 0.75)])
+def test_tiles_are_stored_as_a_whole(alpha: float, stored: float) -> None:
+    costs, kinds = replace(run(tiled(4), 4, link=50e9), tiles=Tiles(1 << 13)), [PlacementKind.SWAPPED] * 4
+    steps = [Schedule(costs, kinds).at(share).seconds for share in (alpha, stored)]
+    assert steps[0] == steps[1]
+    assert simulate(costs, placed(kinds, alpha)).seconds == simulate(costs, placed(kinds, stored)).seconds
+
+
 # ---- with files
 
 

@@ -273,22 +273,6 @@ def test_a_configured_alpha_that_does_not_fit() -> None:
         solve(run(one, 32, host=0, device=2 * one.frame_bytes), alpha=0.9)
 
 
-def test_a_configured_alpha_for_which_the_device_is_too_small() -> None:
-    """At any alpha above 0 two frames are on the device at once; at alpha 0 they have no rows and are smaller."""
-    one = layer(16384)
-    tight = run(one, 32, device=2 * one.frame_bytes - 1)
-    with pytest.raises(
-        NothingFits, match=r"no resident layer a step at alpha 0\.5 needs .* What helps: .*memo\.alpha 0, which"
-    ) as no:
-        solve(tight, alpha=0.5)
-    assert (no.value.where, no.value.needed) == ("device", 2 * one.frame_bytes)
-    assert solve(tight, alpha=0.0).alpha == solve(tight).alpha == 0.0
-    assert sets(solve(replace(tight, device_budget=2 * one.frame_bytes), alpha=0.5)).on_device == {31}
-    with pytest.raises(NothingFits, match=r"no resident layer and alpha 0 a step needs") as no:
-        solve(replace(tight, device_budget=1), alpha=0.0)
-    assert "memo.alpha" not in str(no.value)
-
-
 def test_a_configured_alpha_keeps_the_budgets_or_is_refused() -> None:
     for seed in SEEDS[:100]:
         costs, alpha = random_run(seed), seed % 5 / 4

@@ -100,6 +100,25 @@ def test_a_slow_link_stores_no_tile() -> None:
     assert slow.alpha == 0 and fast.alpha == 1
 
 
+def test_alpha_counts_whole_tiles() -> None:
+    """A share of three and a half tiles would be the best of all shares; of whole tiles four are better than three."""
+    costs = replace(run(tiled(8), LAYERS, link=30e9), tiles=Tiles(TOKENS // 8))
+    found = solve(costs, resident_layers=0)
+    schedule = Schedule(costs, found.kinds)
+    assert found.step_s == min(schedule.at(number / 8).seconds for number in range(9))
+
+
+def test_where_two_stored_tiles_have_no_room_up_to_half_are_stored() -> None:
+    """Then no two of them are neighbours."""
+    costs = replace(run(tiled(4), LAYERS, link=4e11, device=14 * UNIT), tiles=Tiles(TOKENS // 4))
+    narrow = replace(costs, device_budget=11 * UNIT)
+    most, half = solve(costs, resident_layers=0), solve(narrow, resident_layers=0)
+    assert device_bytes(narrow, half.kinds, 1.0) > narrow.device_budget >= device_bytes(narrow, half.kinds, 0.5)
+    assert (most.alpha, half.alpha) == (1.0, 0.5)
+    assert "reload buffers for more than alpha 0.5 would take" in half.binding
+    assert most.step_s < half.step_s < Schedule(narrow, half.kinds).at(0.0).seconds
+
+
 # ---- which is taken
 
 

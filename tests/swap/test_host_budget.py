@@ -262,6 +262,3 @@ def test_a_stream_waits_for_what_others_gave_back(compute):
     second.free(take(second, 4))
     assert waits == [CUDA] * 2
     second.free(held)
-
-
-# ---- configured models, and who is left

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from benchmarks.memory import SHAPES, Bench
 from ds_memo.swap.engine import SwapEngine
@@ -35,11 +34,6 @@ def test_with_every_layer_resident_nothing_is_stored(bench):
     assert (measured.stored, measured.buffers) == (0, 0)
     assert not measured.misses()
     assert measured.live < bench.plain.after_forward, "what is cheap to recompute is not kept even there"
-
-
-@pytest.mark.slow
-def test_bfloat16():
-    assert not Bench("gpt", 3, 64, dtype=torch.bfloat16).measure(0.5, 0).misses()
 
 
 def test_a_frame_that_is_not_let_go_is_noticed(bench, monkeypatch):

@@ -20,7 +20,7 @@ from ds_memo.deepspeed import sequence
 from ds_memo.sequence import striped
 from ds_memo.sequence.carry import Carry
 from ds_memo.sequence.parts import SequenceParts
-from ds_memo.tiles import attention, tile_runs
+from ds_memo.tiles import attention
 from ds_memo.tiles.tile_runs import TileRuns
 from tests.distributed_harness.common import DistributedTest
 from tests.faults import put_in
@@ -29,7 +29,7 @@ from tests.sequence.float64 import float64
 from tests.sequence.test_padding import Padded
 from tests.sequence.whole_and_parts import Batch, part, whole
 from tests.tiles.rig import config
-from tests.tiles.test_chain import EXACT, FAMILIES, FAULTS, assert_was_tiled, build, no_state
+from tests.tiles.test_chain import EXACT, FAMILIES, FAULTS, assert_was_tiled, build
 
 WRONG = 1e-3
 ONE = Batch(((75,), (75,)))
@@ -166,12 +166,10 @@ class TestTwoRanks(DistributedTest):
     def test_faults_beside_attention_are_seen(self, monkeypatch):
         by_heads, around = 2, 1
         faults = {
-            "a state is not carried": (by_heads, tile_runs, "carrying", no_state),
             "tokens of ranks that trade heads stay by rank": (by_heads, SequenceParts, "sorted", by_rank_in_a_ring),
             "attention by heads takes tiles for parts": (by_heads, attention, "running_on", lambda *how: nullcontext()),
             "attention around a ring takes tiles for parts": (around, attention, "running_on", lambda *how: nullcontext()),
             "positions stay as they lie": (around, striped.Striped, "argument", lambda right, order, x, dim: x),
-            "documents are not seen": (around, TileRuns, "run", as_one_document),
         }
         for fault, (ulysses, *how) in faults.items():
             assert_is_seen(fault, monkeypatch, "falcon_h1", ulysses, *how)

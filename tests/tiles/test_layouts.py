@@ -14,7 +14,7 @@ from ds_memo.swap.frame import Kept
 from ds_memo.tiles.slices import part
 from ds_memo.tiles.tile_runs import TileRuns
 from tests.compiled_layers.rig import compiled
-from tests.everyday import everyday
+from tests.everyday import everyday, pairs
 from tests.faults import put_in
 from tests.models import HIDDEN, VOCAB, Different, Outcome, gradients, poisoned_memory
 from tests.tiles.rig import LAYERS, assert_step, assert_was_tiled, attached, toy
@@ -25,7 +25,8 @@ FORMS = ("tiles", "sequences", "whole", "compiled")
 """Tiles of parts of a sequence, tiles of whole sequences, no tiles, no tiles in compiled layers."""
 TILE = {"tiles": 12, "sequences": 2 * LENGTH}
 
-LAYOUTS: dict[str, tuple[tuple[int, ...], Callable[[torch.Tensor], torch.Tensor]]] = {
+View = Callable[[torch.Tensor], torch.Tensor]
+LAYOUTS: dict[str, tuple[tuple[int, ...], View]] = {
     "sequences second": ((LENGTH, BATCH, HIDDEN), lambda x: x.transpose(0, 1)),
     "hidden first": ((BATCH, HIDDEN, LENGTH), lambda x: x.permute(0, 2, 1)),
     "columns of a wider tensor": ((BATCH, LENGTH, HIDDEN + 8), lambda x: x[..., :HIDDEN]),
@@ -36,52 +37,40 @@ LAYOUTS: dict[str, tuple[tuple[int, ...], Callable[[torch.Tensor], torch.Tensor]
 """By name: the shape of a leaf, and the view of it that the layers get."""
 
 
-def run(model: nn.Module, given: dict[str, Any], leaf: torch.Tensor, loss_of: Callable[[Any], torch.Tensor]) -> Outcome:
+LABELS = torch.arange(BATCH * LENGTH).view(BATCH, LENGTH) % VOCAB
+
+
+def run(model: nn.Module, view: View, leaf: torch.Tensor) -> Outcome:
     leaf.grad = None
-    loss = loss_of(model(**given))
+    loss = model(view(leaf), LABELS).loss
     loss.backward()
-    found = {name: grad for name, grad in gradients(model).items() if not name.endswith("k_proj.bias")}  # zero but for rounding
-    return Outcome(loss.detach(), {**found, "the input": leaf.grad})
-
-
-def two_steps(
-    model: nn.Module, settings: dict[str, Any], given: Callable[[torch.Tensor], dict[str, Any]], leaf: torch.Tensor, **more: Any
-) -> dict[str, Any]:
-    """Compare two steps, one that analyses and one by recipes, with stock's. Return the report."""
-    want = run(model, given(leaf), leaf, **more)
-    with attached(model, **settings) as handle:
-        for _ in range(2):
-            with poisoned_memory():
-                got = run(model, given(leaf), leaf, **more)
-            assert_step(got, want)
-        return handle.report()
+    return Outcome(loss.detach(), {**gradients(model), "the input": leaf.grad})
 
 
 def check(layout: str, form: str, alpha: float, **settings: Any) -> None:
+    """Compare two steps, one that analyses and one by recipes, with stock's."""
     shape, view = LAYOUTS[layout]
     leaf = torch.randn(shape, generator=torch.Generator().manual_seed(1)).requires_grad_()
-    labels = torch.arange(BATCH * LENGTH).view(BATCH, LENGTH) % VOCAB
     model = toy()
     if form == "compiled":
         torch._dynamo.reset()
         compiled(model, backend="aot_eager")
-    report = two_steps(
-        model,
-        {"tile": TILE.get(form, 0), "alpha": alpha, **settings},
-        lambda leaf: {"inputs_embeds": view(leaf), "labels": labels},
-        leaf,
-        loss_of=lambda out: out.loss,
-    )
+    want = run(model, view, leaf)
+    with attached(model, tile=TILE.get(form, 0), alpha=alpha, **settings) as handle:
+        for _ in range(2):
+            with poisoned_memory():
+                got = run(model, view, leaf)
+            assert_step(got, want)
+        report = handle.report()
     if form in TILE:
         assert_was_tiled(report)
     assert report["bytes_to_host"] or "resident_layers" in settings
 
 
-CASES = [(layout, form, alpha) for layout in LAYOUTS for form in FORMS for alpha in ALPHAS]
-DAILY = [case for case in CASES if case[1] == "tiles" or (case[1] in ("sequences", "whole") and case[2] == 0.5)]
+CASES = pairs([*LAYOUTS], FORMS, ALPHAS)
 
 
-@pytest.mark.parametrize("layout, form, alpha", everyday(CASES, DAILY, slow=[case for case in CASES if case[2] == 0.5]))
+@pytest.mark.parametrize("layout, form, alpha", everyday(CASES, [case for case in CASES if case[1] != "compiled"]))
 def test_same_as_stock(layout: str, form: str, alpha: float) -> None:
     check(layout, form, alpha)
 
@@ -93,47 +82,15 @@ def test_what_stays_on_the_device(layout: str) -> None:
 
 def test_a_layout_that_changes_between_steps() -> None:
     """Recipes of one layout serve calls of another."""
-    leaf, labels = torch.randn(BATCH, LENGTH, HIDDEN).requires_grad_(), torch.zeros(BATCH, LENGTH, dtype=torch.long)
+    leaf = torch.randn(BATCH, LENGTH, HIDDEN).requires_grad_()
     model, views = toy(), [lambda x: x, lambda x: x.transpose(0, 1).contiguous().transpose(0, 1), lambda x: x.mT.contiguous().mT]
     for settings in ({"tile": 12}, {"tile": 0}):
         with attached(model, **settings) as handle:
-            got = [run(model, {"inputs_embeds": view(leaf), "labels": labels}, leaf, lambda out: out.loss) for view in views * 2]
+            got = [run(model, view, leaf) for view in views * 2]
             assert handle.report()["bytes_to_host"]
-        want = run(model, {"inputs_embeds": leaf, "labels": labels}, leaf, lambda out: out.loss)
+        want = run(model, views[0], leaf)
         for outcome in got:
             assert_step(outcome, want)
-
-
-# ---- a model of Transformers whose layers get such hidden states
-
-
-def check_encoder(form: str) -> None:
-    from transformers import WhisperConfig
-    from transformers.models.whisper.modeling_whisper import WhisperEncoder
-
-    sizes = {"d_model": 32, "encoder_layers": LAYERS, "encoder_attention_heads": 4, "encoder_ffn_dim": 64, "dropout": 0.0}
-    config = WhisperConfig(num_mel_bins=8, max_source_positions=48, attn_implementation="sdpa", **sizes)
-    torch.manual_seed(0)
-    model, leaf, weights = WhisperEncoder(config), torch.randn(2, 8, 96), torch.randn(48, 32)
-    if form == "compiled":
-        torch._dynamo.reset()
-        for layer in model.layers:
-            layer.compile(backend="aot_eager")
-    report = two_steps(
-        model.train(),
-        {"tile": 16 if form == "tiles" else 0, "alpha": 0.5},
-        lambda leaf: {"input_features": leaf},
-        leaf.requires_grad_(),
-        loss_of=lambda out: (out.last_hidden_state * weights).mean(),
-    )
-    assert report["bytes_to_host"]
-    if form == "tiles":
-        assert_was_tiled(report)
-
-
-@pytest.mark.parametrize("form", everyday(["tiles", "whole", "compiled"], ["tiles"]))
-def test_an_encoder(form: str) -> None:
-    check_encoder(form)
 
 
 # ---- controls
@@ -151,5 +108,3 @@ def test_without_the_handling_gradients_are_wrong(monkeypatch: pytest.MonkeyPatc
     for case in (("sequences second", "tiles", 0.5), ("hidden first", "tiles", 0.0)):
         with pytest.raises(Different):
             check(*case)
-    with pytest.raises(Different):
-        check_encoder("tiles")

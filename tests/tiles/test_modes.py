@@ -14,16 +14,11 @@ from torch import nn
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ds_memo.remat.layer_host import Work
 from ds_memo.remat.modes import inside_a_layer
-from ds_memo.remat.recipe import Gemm, Recipe
-from ds_memo.remat.replay import Replay
-from ds_memo.tiles import layer
-from ds_memo.tiles.modes import RecordPost, RecordPre, ReplayPost
-from ds_memo.tiles.tile_runs import TileRuns
-from tests.faults import put_in
+from ds_memo.tiles.modes import RecordPost
 from tests.models import HEADS, HIDDEN, Batch, Block, Different, Outcome, step
-from tests.tiles.rig import BATCH, assert_step, assert_was_tiled, attached, compare, drive, small, toy
+from tests.remat.products import compare_counts
+from tests.tiles.rig import BATCH, assert_step, assert_was_tiled, attached, compare, config, drive, toy
 
 Patch = pytest.MonkeyPatch
 
@@ -123,70 +118,11 @@ def test_a_departure_that_is_not_noticed(monkeypatch: Patch) -> None:
         compare(toy(SavesTheLastProduct), drive_changing, steps=3, alpha=0.0)
 
 
-# ---- the same work as under modes that see all ops
-
-
-def work_and_ops(name: str, patch: Patch, alpha: float) -> tuple[Work, int]:
-    """Return the work of two steps, and the number of ops that modes of tiles saw in the second."""
-    seen = 0
-
-    def counting(right: Any) -> Any:
-        def dispatch(*args: Any) -> Any:
-            nonlocal seen
-            seen += 1
-            return right(*args)
-
-        return dispatch
-
-    for mode in (RecordPre, RecordPost, Replay, ReplayPost):
-        patch.setattr(mode, "__torch_dispatch__", counting(mode.__torch_dispatch__))
-    works: list[Work] = []
-    begin = layer.TiledCall.forward
-
-    def forward(self: Any, hidden: torch.Tensor) -> torch.Tensor:
-        works.append(self._host.work)
-        return begin(self, hidden)
-
-    patch.setattr(layer.TiledCall, "forward", forward)
-    model = small(name)
-    with attached(model, alpha=alpha) as handle:
-        step(model, Batch.random(1, 35, seed=0))
-        seen = 0
-        step(model, Batch.random(1, 35, seed=1))
-        assert_was_tiled(handle.report())
-    return works[0], seen
-
-
-@pytest.mark.parametrize("name, share", [("llama", 0.6), ("mixtral", 1.0)])
-@pytest.mark.parametrize("alpha", [0.0, 0.5])
-def test_modes_that_see_fewer_ops_count_the_same_work(name: str, share: float, alpha: float, monkeypatch: Patch) -> None:
-    with monkeypatch.context() as patch:
-        found, few = work_and_ops(name, patch, alpha)
-    with monkeypatch.context() as patch:
-        for name_, value in (("records_pre", True), ("records_post", True), ("pre_flops", None)):
-            patch.setattr(Recipe, name_, value)
-        want, all_ops = work_and_ops(name, patch, alpha)
-    assert found == want and found.gemm_flops_recomputed > 0
-    assert few <= (share if alpha == 0.0 else 1.0) * all_ops
-
-
-class ReadsABuffer(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("scale", torch.linspace(0.5, 1.5, HIDDEN))
-
-    def feed(self, x: torch.Tensor) -> torch.Tensor:
-        return super().feed(x * self.scale)
-
-
-def test_a_buffer_is_computed_from_no_product(monkeypatch: Patch) -> None:
-    """What follows attention reads it, and needs no product of what comes before attention."""
-    found: list[Recipe] = []
-    put_in(monkeypatch, TileRuns, "analyse", lambda right, *args: found.extend((made := right(*args)).values()) or made)
-    with attached(model := toy(ReadsABuffer)):
-        step(model, BATCH)
-    assert found and all(recipe.pre for recipe in found)
-    assert not any(op.for_post for recipe in found for op in recipe.pre if isinstance(op, Gemm))
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
+def test_the_reported_share_is_what_ran(alpha: float) -> None:
+    """Modes of tiles see few ops, and count the products that they do not see."""
+    share, memo, stock = compare_counts(toy(), config(alpha=alpha, groups=2))
+    assert (share, stock) == (pytest.approx(memo), 0) and (share == 0) == (alpha == 1)
 
 
 # ---- modes of a layer's own
