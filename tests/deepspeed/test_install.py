@@ -6,6 +6,7 @@ import gc
 import sys
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
