@@ -47,7 +47,7 @@ class Profiling:
         self.kinds: list[int] = []
         """The kinds in the profile, in its order; numbers as in `of_layers`."""
         self.folder: Path | None = None
-        """The cache's folder; None: there is none that can be trusted."""
+        """Folder of the cache; None: there is none that can be trusted."""
         self.why_whole = ""
         """Why no layer is measured in tiles, and so none runs in tiles that are solved for."""
         self._config = config

@@ -349,7 +349,7 @@ def _tell_what_moved(session: Session) -> bool:
             f"(alpha {report['alpha']:.3g}, {report['resident_layers']} of {report['layers']} layers resident)"
         )
         if report["predicted"] is not None:
-            line += f"; solved for {budget_in_words(report['predicted']['device_budget'])} of the device"
+            line += f"; device budget: {budget_in_words(report['predicted']['device_budget'])}"
     else:
         line = f"moved no bytes in the first {steps}: {report['binding']}"
     _say(line)

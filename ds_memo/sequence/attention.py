@@ -162,10 +162,10 @@ def _forward(
     whole: tuple[torch.Tensor, torch.Tensor] | None = None
     for step, (keys, values) in enumerate(_around(plan.ranks, k, v)):
         if whole is None:
-            out, lse = kernels.forward(q, keys, values, plan.steps[step], scale, softcap)
+            out, lse = kernels.forward(q, keys, values, plan.steps[step], scale, softcap, plan.documents)
             whole = (out.to(lse.dtype), lse) if len(plan.steps) > 1 else (out, lse)
         elif plan.steps[step]:
-            kernels.merge(*whole, *kernels.forward(q, keys, values, plan.steps[step], scale, softcap))
+            kernels.merge(*whole, *kernels.forward(q, keys, values, plan.steps[step], scale, softcap, plan.documents))
         del keys, values  # before room is made for the next but one
     assert whole is not None
     out, lse = whole
@@ -187,7 +187,7 @@ def _backward(
     softcap: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     if len(plan.steps) == 1:
-        found = kernels.backward(gradient, q, k, v, out, lse, plan.steps[0], scale, softcap)
+        found = kernels.backward(gradient, q, k, v, out, lse, plan.steps[0], scale, softcap, plan.documents)
         return tuple(x.to(of.dtype) for x, of in zip(found, (q, k, v), strict=True))  # type: ignore[return-value]
     of_queries = torch.zeros_like(q, dtype=lse.dtype)
     sums = [torch.zeros_like(x, dtype=lse.dtype) for x in (k, v)]
@@ -195,7 +195,7 @@ def _backward(
     for step, (keys, values) in enumerate(_around(plan.ranks, k, v)):
         found = None
         if plan.steps[step]:
-            found = kernels.backward(gradient, q, keys, values, out, lse, plan.steps[step], scale, softcap)
+            found = kernels.backward(gradient, q, keys, values, out, lse, plan.steps[step], scale, softcap, plan.documents)
             of_queries += found[0]
         del keys, values
         if travelling is not None:  # the sums for these keys, of the ranks that had them before: the kernel above hid their way

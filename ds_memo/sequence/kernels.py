@@ -31,6 +31,8 @@ BLOCK = 256
 """Queries of a block that has a mask."""
 SIDE = 1024
 """Queries of a block, and its keys, where logits are tensors."""
+MOST_CALLS = 8
+"""Squares and triangles that are worth a call each. Flash takes more of them in one."""
 CAUSAL = (None, 0)
 """Limits of a call that is_causal stands for: it counts from the first query and key."""
 UNMASKED = ((None, None), CAUSAL)
@@ -40,7 +42,9 @@ Three = Sequence[Tensor]
 """Tensors for queries, keys and values."""
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, bands: Sequence[Band], scale: float, softcap: float = 0.0) -> tuple[Tensor, Tensor]:
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, bands: Sequence[Band], scale: float, softcap: float = 0.0, documents: bool = False
+) -> tuple[Tensor, Tensor]:
     """Return output (b, s, h, e) and log-sum-exp (b, h, s) over the keys of these bands. A query without a band has 0 and -inf.
 
     Where a query is in several calls, their results are merged in the accumulator's dtype.
@@ -48,8 +52,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, bands: Sequence[Band], scale: float
     Args:
         k, v: each head serves the same number of neighbouring query heads.
         softcap: logits are softcap · tanh(logits / softcap). 0: no cap.
+        documents: True if bands are of several, with lengths that another call will not have: cuDNN would plan for each.
     """
-    given = _Given(q, k, v, bands, scale, softcap)
+    given = _Given(q, k, v, bands, scale, softcap, documents)
     kernel, work, qkv = given.kernel, given.work, given.qkv
     if work.one_for_queries:
         out, lse = kernel.forward(_parts(qkv, work.calls[0]), work.calls[0])
@@ -81,7 +86,7 @@ def merge(out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor) -> None:
 
 def backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bands: Sequence[Band], scale: float,
-    softcap: float = 0.0,
+    softcap: float = 0.0, documents: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of q, k and v through these bands. Those of all ring steps add up to the whole's.
 
@@ -90,7 +95,7 @@ def backward(
     Args:
         out, lse: over all keys that a query sees, in all ring steps.
     """
-    given = _Given(q, k, v, bands, scale, softcap)
+    given = _Given(q, k, v, bands, scale, softcap, documents)
     kernel, work, qkv = given.kernel, given.work, given.qkv
     grad, out = given.laid(grad), given.laid(out)
     by_token = (lse.transpose(0, 1).flatten(1)[None] if work.flat else lse).transpose(1, 2)
@@ -114,9 +119,11 @@ def backward(
 class _Given:
     """Inputs as the kernel wants them."""
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, bands: Sequence[Band], scale: float, softcap: float) -> None:
+    def __init__(
+        self, q: Tensor, k: Tensor, v: Tensor, bands: Sequence[Band], scale: float, softcap: float, documents: bool
+    ) -> None:
         bands = tuple(bands)
-        self.kernel = _kernel(q, v, bands, scale, softcap)
+        self.kernel = _kernel(q, v, bands, scale, softcap, documents)
         self.work = _work(self.kernel, bands, q.shape[0], q.shape[1], k.shape[1])
         heads, self._keys = q.shape[2], k.shape[2]
         repeated = heads != self._keys and not self.kernel.shares_heads
@@ -183,24 +190,23 @@ def _once(spans: Sequence[tuple[int | None, Interval]]) -> bool:
     return all(row != other or stop <= start for (row, (_, stop)), (other, (start, _)) in itertools.pairwise(ordered))
 
 
-def _kernel(q: Tensor, v: Tensor, bands: tuple[Band, ...], scale: float, softcap: float) -> Kernel:
+def _kernel(q: Tensor, v: Tensor, bands: tuple[Band, ...], scale: float, softcap: float, documents: bool) -> Kernel:
     if q.device.type not in ("cpu", "cuda"):
         return Math(scale, softcap)
-    call = described(q, v, _mask_of(bands), softcap=bool(softcap), queries_of_a_head=q.shape[0] * q.shape[1])
+    call = described(q, v, _mask_of(bands, documents), softcap=bool(softcap), queries_of_a_head=q.shape[0] * q.shape[1])
     return KERNELS[kernel_for(call, q.device).name](scale, softcap)
 
 
 @functools.lru_cache(maxsize=128)
-def _mask_of(bands: tuple[Band, ...]) -> str:
-    """Return the kind of mask that bands are. Squares and triangles of a ring in zigzag are no more than three calls."""
+def _mask_of(bands: tuple[Band, ...], documents: bool) -> str:
+    """Return the kind of mask that bands are. A ring in zigzag has three squares and triangles, and one of padding."""
     calls = joined(bands)
     if any(band[3:] not in UNMASKED for band in calls):
         return WINDOW
-    if len(calls) > 3 or any(band.row is not None for band in calls):
-        return DOCUMENTS
-    lengths = [(band.queries[1] - band.queries[0], band.keys[1] - band.keys[0], band.after) for band in calls]
-    # cuDNN has no call with one key. Its triangles stand in a corner that only a square leaves no doubt of.
-    return PLAIN if all(keys > 1 and (after is None or queries == keys) for queries, keys, after in lengths) else DOCUMENTS
+    # A triangle that is no square would leave in doubt in which corner it stands.
+    corners = all(band.after is None or band.queries[1] - band.queries[0] == band.keys[1] - band.keys[0] for band in calls)
+    few = not documents and len(calls) <= MOST_CALLS and all(band.row is None for band in calls)
+    return PLAIN if few and corners else DOCUMENTS
 
 
 @dataclass(frozen=True)
@@ -249,13 +255,23 @@ class Cudnn(Kernel):
     one_size = False
 
     def forward(self, qkv: Three, call: KernelCall) -> tuple[Tensor, Tensor]:
+        if call.keys[1] - call.keys[0] == 1:  # cuDNN takes no single key, as padding may be
+            return Math(self.scale).forward(self._each_head(qkv), call)
         q, k, v = _swapped(qkv)
         out, lse = cudnn.forward(q, k, v, None, call.limits == CAUSAL, self.scale)
         return out.transpose(1, 2), lse.squeeze(-1)
 
     def backward(self, grad: Tensor, qkv: Three, out: Tensor, lse: Tensor, call: KernelCall) -> Three:
+        if call.keys[1] - call.keys[0] == 1:
+            of_queries, *others = Math(self.scale).backward(grad, self._each_head(qkv), out, lse, call)
+            return of_queries, *(x.unflatten(2, (qkv[1].shape[2], -1)).sum(3) for x in others)
         grad, q, k, v, out = _swapped((grad, *qkv, out))
         return _swapped(cudnn.backward(grad, q, k, v, None, out, lse[..., None], call.limits == CAUSAL, self.scale))
+
+    @staticmethod
+    def _each_head(qkv: Three) -> Three:
+        q, *others = qkv
+        return q, *(x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in others)
 
 
 class Efficient(Kernel):

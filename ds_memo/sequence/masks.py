@@ -78,10 +78,12 @@ class AttentionPlan:
 
     Args:
         steps: bands by step of the ring: at step t a rank has the keys of ring number (own - t) mod ring.
+        documents: True if a row has several, whose lengths are others in each step of a run. Padding is none.
     """
 
     ranks: SequenceRanks
     steps: list[list[Band]]
+    documents: bool = False
 
 
 def plan(parts: SequenceParts, mask: Mask) -> AttentionPlan:
@@ -106,6 +108,7 @@ def _plan(parts: SequenceParts, mask: Mask) -> AttentionPlan:
             [band for row, of_row in numbered for band in bands(row, of_row, queries, parts.pieces_of_ring((own - step) % ring))]
             for step in range(ring)
         ],
+        any(sum(start < parts.unpadded for start in starts) > 1 for starts in parts.documents),
     )
 
 

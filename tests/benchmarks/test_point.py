@@ -142,6 +142,17 @@ def test_the_prediction_keeps_to_the_device_budget(tmp_path):
     assert [found["estimate"]["binding"].startswith("everything fits") for found in said] == [False, True]
 
 
+@pytest.mark.processes
+def test_a_process_that_dies_takes_its_rival_alone():
+    take = point.take_in_child("benchmarks.no_such_module")
+    died = Rival("died", None)
+    alone = lambda rival, *asked: (take if rival is died else point.take_turn)(rival, *asked)  # noqa: E731
+    found = point.run_point("gpt7b", 48, [RIVALS["none"], died], Budget(CPU, GIB), turns=2, steps=2, take=alone)
+    assert len(found["rivals"]["none"]["samples_s"]) == 4 and "median_s" not in found["rivals"]["died"]
+    (failure,) = found["failures"]
+    assert failure.startswith("gpt7b 48: died: exit 1: ") and "no_such_module" in failure
+
+
 # ---- whole runs
 
 

@@ -6,6 +6,7 @@ import gc
 import sys
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -51,6 +52,19 @@ def test_deepspeeds_own_initialize_obeys_memo(installed: None, capsys: pytest.Ca
     assert ds_memo.report(engine)["active"]
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("ds_memo is active: ")]
     assert len(lines) == 1 and lines[0].endswith("MiB went to the host in the first step (alpha 0.5, 1 of 4 layers resident)")
+    engine.memo.detach()
+
+
+def test_what_moves_from_the_second_step_on_is_told(installed: None, capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    """The first step has all layers on the device, and shows the memory of head and loss."""
+    memo = {"enabled": True, "device_memory_gib": 3.4 / 1024, "cache_dir": str(tmp_path)}
+    engine = start(ds_config(memo=memo))
+    train(engine, steps=1, length=128)
+    assert not engine.memo.report()["active"] and not [line for line in capsys.readouterr().err.splitlines() if "moved" in line]
+    train(engine, steps=2, length=128)
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("ds_memo ")]
+    moved = "2.3 MiB went to the host in the first two steps (alpha 1, 0 of 4 layers resident)"
+    assert lines == [f"ds_memo is active: {moved}; device budget: 3.4 MiB of 3.4 MiB free"]
     engine.memo.detach()
 
 

@@ -9,7 +9,8 @@ from ds_memo.sequence import kernels, masks
 from tests.distributed_harness.common import DistributedTest
 from tests.everyday import everyday
 from tests.faults import put_in
-from tests.sequence.whole_and_parts import LOGITS, assert_exact, distances, memo
+from tests.sequence.test_cuda_kernels import card, chosen
+from tests.sequence.whole_and_parts import GRADIENTS, LOGITS, assert_exact, distances, memo
 
 FAMILIES = ("llama", "mistral", "gemma2", "gemma3_text", "gpt_oss", "llama4_text", "deepseek_v3")
 """Causal, a window, soft caps, a window in some layers, sinks, chunks, keys and values of two sizes."""
@@ -53,6 +54,26 @@ class TestTwoRanks(DistributedTest):
         """Convolutions, scans and attention, whose replays trade heads again."""
         for name, ulysses in (("qwen3_next", 2), ("nemotron_h", 1), ("lfm2_moe", 2), ("jamba", 1), ("falcon_h1", 2)):
             assert_exact(name, ulysses, UNEVEN_PACKED, memo=memo(0.5))
+
+
+class TestCudaKernels(DistributedTest):
+    """The kernels of a Hopper card, by stand-ins (tests/attention_kernels.py): cuDNN's, and flash for windows and documents.
+
+    Padding is no document.
+    """
+
+    world_size = 2
+
+    @pytest.mark.parametrize("ulysses", [2, 1])
+    def test_with_memo_whole_and_in_tiles(self, ulysses, monkeypatch):
+        for name, lengths in (("llama", UNEVEN), ("llama", ((20, 25),)), ("mistral", UNEVEN), ("one key head", UNEVEN)):
+            ways = {"without memo": None, "whole": memo(0.5), "in tiles": memo(0.5, tile_tokens=11)}
+            for way, section in ways.items():
+                with card(monkeypatch, (9, 0)):
+                    of_logits, of_gradients, where = distances(name, ulysses, lengths, memo=section)
+                assert of_logits < 10 * LOGITS and of_gradients < 10 * GRADIENTS, (name, way, where)
+                expected = {"cudnn"} if lengths == UNEVEN else {"flash"}
+                assert chosen == expected or (name == "mistral" and "flash" in chosen), (name, way, chosen)
 
 
 class TestControls(DistributedTest):

@@ -13,7 +13,7 @@ from ds_memo import attention_kernel as choice
 from ds_memo.errors import MemoError
 from ds_memo.remat import cudnn
 from ds_memo.sequence import kernels
-from ds_memo.sequence.masks import Mask
+from ds_memo.sequence.masks import Mask, plan
 from tests import attention_kernels
 from tests.attention_kernels import cuda_kernels
 from tests.everyday import everyday
@@ -67,9 +67,28 @@ def test_each_card_s_kernels_give_the_softmax(
     families = {"hopper": {"flash", "cudnn"}, "ampere": {"flash"}, "turing": {"efficient"}}[name]
     if name == "hopper" and mask.kind in ("causal", "both") and documents == "one":
         families = {"cudnn"}
-    elif mask.kind == "window" or ring == 1:  # a step of a ring may be one square of a document
+    elif mask.kind == "window" or documents == "rows differ":
         families -= {"cudnn"}
     assert ran and {next(family for family in ("flash", "cudnn", "efficient") if family in op) for op in ran} <= families
+
+
+CASES = [((0, 47), "cudnn"), (tuple(range(0, 48, 5)), "flash")]
+
+
+@pytest.mark.parametrize(("starts", "kernel"), CASES, ids=["a key alone", "many calls"])
+@pytest.mark.parametrize("ring", [1, 2])
+def test_a_call_with_one_key(starts: tuple[int, ...], kernel: str, ring: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As padding may be; cuDNN takes none. Three heads share a key head. Ten calls are one of flash."""
+    with card(monkeypatch, (9, 0)) as ran:
+        assert max(errors(ring, documents=(starts,), heads=(6, 2))) < TOLERANCE
+    assert ran and (kernel in ran[0] or ring == 2)
+
+
+def test_documents_have_flash_however_few() -> None:
+    """Their lengths change with each batch, and cuDNN makes a plan for each."""
+    for starts, kind in (((0,), "plain"), ((0, 20), "documents")):
+        found = plan(layout(1, 48, (starts,))[0], Mask())
+        assert kernels._mask_of(tuple(found.steps[0]), found.documents) == kind
 
 
 @pytest.mark.parametrize(
