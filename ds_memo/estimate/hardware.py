@@ -282,6 +282,8 @@ def _parse(data: dict[str, Any], path: str) -> Hardware:
     if not isinstance(name, str) or len(name) > MOST_NAME:
         raise EstimateError(f"hardware {path}: name is {brief(name)}, expected a text of at most {MOST_NAME} characters")
     numbers["attention_kernels"] = _kernels(path, data.get("attention_kernels", {}))
+    if numbers["attention_kernels"] and "compute_capability" not in numbers:
+        raise EstimateError(f"hardware {path}: missing compute_capability, by which one of attention_kernels is chosen")
     return Hardware(name=quoted(name, MOST_NAME), **numbers)
 
 

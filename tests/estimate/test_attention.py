@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -67,6 +68,15 @@ def test_a_file_without_kernels_has_one_rate() -> None:
     asked = ask(one.attending_with("cudnn"))
     assert names(asked) == [CUDNN] and asked.step_s == ask(one).step_s
     assert asked.notes == ("h100 has one rate for all attention kernels",)
+
+
+def test_rates_by_kernel_need_the_card_s_compute_capability(tmp_path: Path) -> None:
+    """Else an H100 would be taken for a card on which PyTorch runs FlashAttention-2."""
+    data = json.loads((Path(hardware.__file__).parent / "hardware_data" / "h100.json").read_text())
+    del data["compute_capability"]
+    (file := tmp_path / "mine.json").write_text(json.dumps(data))
+    with pytest.raises(EstimateError, match="missing compute_capability"):
+        hardware.load(str(file))
 
 
 def test_the_command_names_the_kernel_and_its_rates(capsys: pytest.CaptureFixture[str]) -> None:
