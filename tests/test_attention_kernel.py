@@ -4,7 +4,7 @@ import pytest
 
 from ds_memo.attention_kernel import DOCUMENTS, FA3, FA4, TENSOR, WINDOW, Attention, attention_kernel
 
-BOTH = frozenset({FA3, FA4})
+BOTH = FA3, FA4
 HALF = Attention("bfloat16", 128, 128)
 AMPERE, ADA, HOPPER, BLACKWELL, GEFORCE = (8, 0), (8, 9), (9, 0), (10, 0), (12, 0)
 

@@ -186,7 +186,7 @@ def wrong_gradient(op: str, outputs: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"), [(without_lse, "log-sum-exp .* is missing"), (wrong_gradient, "gradient of k is wrong")], ids=str
+    ("change", "said"), [(without_lse, "log-sum-exp .* is missing"), (wrong_gradient, "gradient of k is wrong")]
 )
 def test_a_package_for_another_pytorch_is_found_when_it_is_activated(
     change: Change, said: str, monkeypatch: pytest.MonkeyPatch
