@@ -160,6 +160,7 @@ def take_turn(rival: Rival, turn: Turn, budget: Budget) -> dict[str, Any]:
                 found["failures"].append(f"{rival.name} broke: {found['out']}")
         if turn.watches and "out" not in found and device.type == "cuda" and not is_emulated():  # the profiler wants a driver
             part("streams", lambda: watch_streams(trainer, rival, budget))
+    clear(device)  # autograd's thread may still free the last graph, and would abort the process as it ends
     return found
 
 

@@ -13,6 +13,7 @@ RESULTS = Path(__file__).resolve().parents[1] / "results"
 PICTURE = RESULTS.parents[1] / "docs" / "longest.svg"
 NAMES = {
     "async_offload": "checkpointing, layer inputs on the host",
+    "alst, axolotl": "ALST, attention once (Axolotl's copies)",
     "alst": "ALST: the same with tiled MLP and loss",
     "upipe": "UPipe: the same with groups of heads",
     "ds_memo, planned": "ds_memo, nothing set",
