@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,7 +16,7 @@ from torch.nn.attention import _registry
 from ds_memo import attention_kernel as rules
 from ds_memo.attention_kernel import FA3, FA4, FLASH, Attention
 from ds_memo.errors import MemoError
-from ds_memo.remat import attention_kernels
+from ds_memo.remat import attention_kernels, shared_changes
 from tests.attention_kernels import KERNELS, aten, below_modes, cuda_kernels, ran
 from tests.models import FP32, Batch, Block, compare_with_stock, step
 from tests.remat.situations import toy
@@ -66,6 +67,9 @@ def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(attention_kernels, "KEY", "CPU")
     refusal = rules.flash_refusal
     half = lambda name, call, card: refusal(name, call._replace(dtype="bfloat16"), card)  # noqa: E731
+    # Models of other tests that were never detached still have need of the process's kernels.
+    monkeypatch.setattr(shared_changes, "_needs", weakref.WeakKeyDictionary())
+    monkeypatch.setattr(attention_kernels, "_process", attention_kernels._Process())
     monkeypatch.setattr(attention_kernels, "flash_refusal", half)
     yield
     assert torch_attention.current_flash_attention_impl() is None
