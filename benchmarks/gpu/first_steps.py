@@ -226,7 +226,7 @@ def _point(machine: Machine) -> dict[str, Any]:
         budget = Budget(device, 8 * GIB, tight, cache_dir=cache)
         rivals = [RIVALS[PLANNED], RIVALS[SWAPPING]]
         with contextlib.redirect_stdout(io.StringIO()) as said:
-            found = point.run_point(shape, length, rivals, budget)
+            found = point.run_point("gpt7b", length, rivals, budget, take=point.take_turn)
             speed.show(found)
     return found | {"said": said.getvalue()}
 

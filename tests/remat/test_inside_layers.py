@@ -126,6 +126,13 @@ class NestedMemoCheckpoint(Lines):
         return x + self.c(F.silu(y))
 
 
+class Sparse(Lines):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shift = torch.eye(x.shape[1]).to_sparse()
+        shift.copy_(torch.eye(x.shape[1]).roll(1, 0).to_sparse()).mul_(2.0)
+        return x + torch.stack([torch.sparse.mm(shift, F.gelu(row)) for row in self.a(x)])
+
+
 class Graph(Lines):
     """Tokens are mixed by a sparse left operand, whose rows cannot be split."""
 
@@ -198,7 +205,7 @@ class EndsInTorchScript(Lines):
 
 LAYERS = [
     ChangesProducts, ChangesItsOutput, LooksAtValues, LooksWithoutSaving, ChangesChoice, Strided, NestedCheckpoint,
-    NestedReentrantCheckpoint, NestedMemoCheckpoint, Graph, TakesAnIndex, Branches, SharesAProduct, EndsInTorchScript,
+    NestedReentrantCheckpoint, NestedMemoCheckpoint, Sparse, Graph, TakesAnIndex, Branches, SharesAProduct, EndsInTorchScript,
     FrozenBehindAProduct,
 ]  # fmt: skip
 
@@ -265,8 +272,9 @@ def test_input_changed_after_the_layer(config: dict) -> None:
         assert "changed in place" in str(error) or "modified by an inplace operation" in str(error)
 
 
+@every_config
 @pytest.mark.parametrize("how", ["position", "keyword", "keyword beside a trained one", "tuple", "tuple by keyword"])
-def test_shared_argument_changed_between_two_forwards(how: str) -> None:
+def test_shared_argument_changed_between_two_forwards(config: dict, how: str) -> None:
     """Stock no longer needs the mask when it changes. A replay would see the new one, so memo must refuse."""
     calls = {
         "position": lambda block, x, mask, trained: block(x, mask),
@@ -301,7 +309,7 @@ def test_shared_argument_changed_between_two_forwards(how: str) -> None:
 
     with pytest.raises(ds_memo.MemoError, match="changed in place"):
         torch.manual_seed(0)
-        compare_with_stock(Model(), twice, {"alpha": 0.5, "resident_layers": 1})
+        compare_with_stock(Model(), twice, config)
 
 
 @every_config
@@ -445,6 +453,19 @@ def test_all_before_is_kept_whole_where_a_kernel_may_have_made_the_mask() -> Non
     tokens = BATCH.embeds.shape[0] * BATCH.embeds.shape[1]
     before, behind = [tokens] * 3, [tokens // 2] * 2  # qkv, o, router; up, down
     assert [kept for _, kept in rows(toy(Filled), 0.5)] == before + behind
+
+
+def test_glm() -> None:
+    from transformers import AutoModelForCausalLM, Glm4MoeConfig
+
+    sizes = {"hidden_size": HIDDEN, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 96}
+    heads = {"num_key_value_heads": 2, "head_dim": 16, "first_k_dense_replace": 1, "pad_token_id": 0}
+    experts = {"n_routed_experts": EXPERTS, "n_group": GROUPS, "topk_group": 2, "num_experts_per_tok": 2}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(Glm4MoeConfig(**sizes, **heads, **experts, moe_intermediate_size=32)).train()
+    tokens = BATCH.embeds.shape[0] * BATCH.embeds.shape[1]
+    assert [kept for shape, kept in rows(model, 0.5)[:4] if shape[0] == tokens] == [tokens // 2] * 4
+    compare_with_stock(model, drive, {"alpha": 0.5, "resident_layers": 1})
 
 
 # ---- a bias added in place right after its product (DeepSpeed's linear under ZeRO-3)

@@ -90,9 +90,14 @@ def differs(generator: random.Random, ulysses: int, ring: int, kind: str, tile: 
 @pytest.mark.parametrize("ulysses, ring", SHAPES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_visible_pair_once(ulysses, ring, kind):
-    """In parts, and in stripes of tiles."""
     for seed in range(10):
         assert not differs(random.Random(f"{seed} {kind}"), ulysses, ring, kind), seed
+
+
+@pytest.mark.parametrize("ulysses, ring", SHAPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_visible_pair_once_in_stripes(ulysses, ring, kind):
+    for seed in range(10):
         generator = random.Random(f"{seed} {kind}")
         assert not differs(generator, ulysses, ring, kind, tile=generator.choice((3, 5, 8))), seed
 
@@ -123,3 +128,20 @@ def test_windows_need_no_keys_from_afar():
     """A rank whose queries see none of a step's keys has nothing to compute in it."""
     for parts in of_all(1, 8, 64 * 8, zigzag=False):
         assert [len(bands) for bands in plan(parts, Mask("window", 10)).steps] == [1, int(parts.ranks.number > 0)] + 6 * [0]
+
+
+def test_a_plan_is_worked_out_once():
+    parts = of_all(1, 2, 64)[0]
+    assert plan(parts, Mask("window", 8)) is plan(parts, Mask("window", 8)) is not plan(parts, Mask("window", 9))
+
+
+def test_few_runs_of_a_table():
+    """Text, an image whose tokens see each other, text: three runs. The plan of a table ends with it."""
+    parts = of_all(1, 1, 64)[0]
+    lo, hi = torch.zeros(1, 64, dtype=torch.long), torch.arange(64)[None].clone()
+    hi[:, 20:30] = 29
+    mask = Mask("table", table=(lo, hi), plans={})
+    assert [len(of_row) for of_row in masks.runs(parts, mask)] == [3]
+    assert plan(parts, mask) is plan(parts, mask) and not parts.plans
+    window = (torch.arange(64)[None] - 9).clamp(min=0), torch.arange(64)[None]
+    assert [len(of_row) for of_row in masks.runs(parts, Mask("table", table=window, plans={}))] == [2]

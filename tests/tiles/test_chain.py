@@ -72,9 +72,10 @@ def in_a_row(self: Any, x: torch.Tensor, mamba_attention_mask: Any = None, **kwa
     return (x + self.mamba(self.pre_ff_layernorm(x), attention_mask=mamba_attention_mask),)
 
 
-def build(name: str) -> nn.Module:
+def build(name: str, **own: Any) -> nn.Module:
     """Return a model whose states live for many tokens: otherwise no test would see whether they arrive."""
-    model = without_random_numbers(architectures.build("falcon_h1" if name == "in_a_row" else name, **OWN.get(name, {})))
+    own = OWN.get(name, {}) | own
+    model = without_random_numbers(architectures.build("falcon_h1" if name == "in_a_row" else name, **own))
     for part in layers_of(model) if name == "in_a_row" else ():
         part.__class__ = type("InARow", (type(part),), {"forward": in_a_row})
     if hasattr(model, "set_experts_implementation"):

@@ -67,6 +67,17 @@ def test_weights_of_other_kinds() -> None:
     assert_was_tiled(compare(toy(Kinds), drive))
 
 
+def test_a_product_with_a_factor() -> None:
+    class Scales(Block):
+        """Adds a bias and a scaled product in one op, as adapters do."""
+
+        def feed(self, x: torch.Tensor) -> torch.Tensor:
+            flat = x.flatten(0, 1)
+            return super().feed(torch.addmm(flat, flat, self.o.weight, alpha=0.5).view_as(x))
+
+    assert_was_tiled(compare(toy(Scales), drive))
+
+
 class Merges(Block):
     """Its weights are sums and products of others, as adapters merge them."""
 

@@ -71,6 +71,20 @@ def shifted(self: Any, right: Any, x: torch.Tensor) -> torch.Tensor:
     return right(x + 0.01 * F.pad(x, (0, 0, 1, -1)))
 
 
+def recurrent(self: Any, right: Any, x: torch.Tensor) -> torch.Tensor:
+    """A recurrence over the tokens, as in Mamba hybrids."""
+    state, states = torch.zeros_like(x[:, 0]), []
+    for token in x.unbind(1):
+        state = torch.sigmoid(self.decay) * state + token
+        states.append(state)
+    return right(torch.stack(states, 1))
+
+
+def by_number(self: Any, right: Any, x: torch.Tensor) -> torch.Tensor:
+    """Tokens are mixed by their number in the call."""
+    return right(x) * torch.linspace(1, 2, x.shape[1])[:, None]
+
+
 def in_chunks(self: Any, right: Any, x: torch.Tensor) -> torch.Tensor:
     """Attention over blocks of eight tokens."""
     length = x.shape[1]
@@ -83,7 +97,10 @@ def short_convolution() -> nn.Module:
 
 
 Convolves = block("Convolves", feed=convolved, conv=short_convolution)
+ConvolvesKeys = block("ConvolvesKeys", attend=convolved, conv=short_convolution)
 ShiftsTokens = block("ShiftsTokens", feed=shifted)
+Recurs = block("Recurs", feed=recurrent, decay=lambda: nn.Parameter(torch.full((HIDDEN,), 2.0)))
+MixesHere = block("MixesHere", feed=by_number)
 Chunks = block("Chunks", attend=in_chunks)
 
 
@@ -130,7 +147,10 @@ def tiled_mlp(self: Any, right: Any, x: torch.Tensor) -> torch.Tensor:
 TilesItsMLP = block("TilesItsMLP", feed=tiled_mlp)
 REFUSED = {
     Convolves: "mixes its tokens",
+    ConvolvesKeys: "mixes its tokens",
     ShiftsTokens: "mixes its tokens",
+    Recurs: "mixes its tokens",
+    MixesHere: "mixes its tokens",
     Chunks: "tokens",
     KeepsAnAttribute: "outlive",
     FillsADict: "outlive",

@@ -14,8 +14,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import ds_memo
 from ds_memo.tiles import attention_call
-from ds_memo.tiles.check import refuse
+from ds_memo.tiles.check import probe, refuse
 from ds_memo.tiles.slices import Arguments
+from tests import architectures
 from tests.faults import put_in
 from tests.models import HEADS, HIDDEN, Block, Outcome, Toy, step
 from tests.tiles.rig import BATCH, assert_step, attached, compare, reasons, small, tiled_layers, toy
@@ -171,6 +172,22 @@ def test_a_check_on_the_callers_own_state(monkeypatch: pytest.MonkeyPatch) -> No
     put_in(monkeypatch, Arguments, "first", as_given)
     with pytest.raises(AssertionError, match="not close"):
         check_states()
+
+
+@pytest.mark.processes  # Transformers looks for a compiler
+def test_rwkv_with_its_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its layers write to lists of states, which a check must not run with. It is known to mix tokens, and is not checked."""
+    ids = torch.randint(3, 60, (2, 13), generator=torch.Generator().manual_seed(4))
+    with torch.no_grad():
+        want = architectures.build("rwkv").eval()(input_ids=ids, use_cache=True).logits
+    for first in ("known", "checked"):
+        if first == "checked":
+            monkeypatch.setattr(probe, "WHOLE", frozenset())
+        model = architectures.build("rwkv").eval()
+        with attached(model, tile=4, quiet=True) as handle, torch.no_grad():
+            for _ in range(2):
+                torch.testing.assert_close(model(input_ids=ids, use_cache=True).logits, want)
+            assert not tiled_layers(handle) and reasons(handle)
 
 
 # ---- nested tensors

@@ -173,6 +173,15 @@ def test_random_numbers(training: bool) -> None:
         assert (seen.largest == LENGTH * HIDDEN) != training
 
 
+def test_norms_beside_the_layers() -> None:
+    model = small("llama").eval()
+    with attached(model, tile=TILE):
+        evaluate(model)
+        with watched([model.model.norm]) as sizes:
+            evaluate(model)
+    assert sum(size > TILE * HIDDEN for size in sizes.all) == 1  # the output
+
+
 def test_a_cache_of_keys_and_values_is_the_models_own() -> None:
     """Generation from a prompt of several tiles: layers run whole, which one warning says, and no check writes to the cache."""
     ids = torch.randint(1, 96, (1, 100), generator=torch.Generator().manual_seed(0))
