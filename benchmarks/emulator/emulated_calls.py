@@ -144,7 +144,7 @@ def _passes_on(frame: FrameType) -> bool:
 def _package(file: str) -> str | None:
     """Return the name of the package that a file is of; None: PyTorch, Python itself, or the emulator."""
     path = Path(file)
-    if path.is_relative_to(REPO):
+    if path.is_relative_to(REPO) and "site-packages" not in path.parts:  # a venv may stand in the checkout
         if path.parent == HERE and path.name.startswith("emulated_"):
             return None
         return path.relative_to(REPO).parts[0]
