@@ -78,7 +78,7 @@ def install_flash_attn_3() -> None:
     """Let FlashAttention-3's package be there, so that PyTorch can activate it."""
 
     def never(*_: Any, **__: Any) -> None:
-        raise NotImplementedError("the emulated package serves PyTorch's flash ops alone")
+        raise RuntimeError("the emulated package serves PyTorch's flash ops alone")
 
     library = torch.library.Library("flash_attn_3", "DEF")
     for schema, function in ((_FORWARD, _fa3), (_BACKWARD, _fa3_backward)):

@@ -48,7 +48,7 @@ def test_windows_and_wide_heads_run_another_kernel() -> None:
     assert names(estimate(Question(wide, H100, 8, KI))) == [FLASH]
 
 
-def test_what_no_call_can_have_or_nobody_measured_is_refused() -> None:
+def test_kernels_that_cannot_serve_or_have_no_rate_are_refused() -> None:
     with pytest.raises(EstimateError, match=r"flash_attn_3 on a800: FlashAttention-3 cannot: it is not made for .* 8\.0"):
         A800.attending_with("flash_attn_3")
     with pytest.raises(EstimateError, match="flash_attn_4 on b200: its rate is not known, those of cudnn are"):
