@@ -113,7 +113,8 @@ def drive(model: nn.Module, number: int) -> Outcome:
     return step(model, Batch.random(2, 17 if number < 3 else 9, seed=number), seed=number)
 
 
-CASES = [(name, way) for name in MODELS for way in ("mixed", "recomputed", "tiles") if (name, way) != ("gemma2", "tiles")]
+FAMILIES = [name for name in MODELS if name != "gemma2"]  # the first call of a process keeps more of its eager attention
+CASES = [(name, way) for name in FAMILIES for way in ("mixed", "recomputed", "tiles")]
 
 
 @pytest.mark.parametrize("name, way", everyday(CASES, [(name, way) for name in ("llama", "qwen3_moe") for _, way in CASES[:3]]))
