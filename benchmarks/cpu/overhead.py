@@ -11,7 +11,8 @@ garbage collector waits meanwhile.
 
 A table has microseconds per layer and pass: median, and 10th percentile in parentheses. The ratio divides the median of forward
 and backward together by checkpoint's on as many tokens. "A tile" is what one more sequence adds to the layer if each sequence is
-a tile: all passes of the tile together. Kernels take time on a CPU, which 512 tokens show; 16 tokens show host time there.
+a tile: all passes of the tile together. Its kernels take time on a CPU: 512 tokens mostly compute there, 16 show host time. The
+last column counts the ops of a layer and step that ds_memo handles, in C++ and in Python; "Python" alone: all of them.
 
 The clock is the CPU time of the compute thread on a CPU, where other threads copy. On CUDA, where autograd has its own thread, it
 is wall time. In the emulator, where kernels and the driver cost next to nothing, it is the CPU time of the process: compute's
@@ -39,6 +40,7 @@ import ds_memo
 from benchmarks import results
 from benchmarks.emulated_process import is_emulated, run_emulated, without_values
 from benchmarks.workloads import dtype_of, small_models
+from ds_memo.runtime.handle import MemoHandle
 
 LAYERS, VOCABULARY = 8, 128
 MODELS = ("llama", "gpt-neox", "qwen3-moe")
@@ -70,23 +72,26 @@ class Variant:
     in_python: bool = False
 
     @contextlib.contextmanager
-    def on(self, model: nn.Module) -> Iterator[None]:
-        """Within the block, train the model this way; assert that each layer had its placement."""
-        if self.checkpoint:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-            yield
-            model.gradient_checkpointing_disable()
-        elif self.memo is None:
-            yield
-        else:
+    def on(self, model: nn.Module) -> Iterator[MemoHandle | None]:
+        """Within the block, train the model this way."""
+        if self.memo is not None:
             with _in_python() if self.in_python else contextlib.nullcontext():
                 handle = ds_memo.attach(model, self.memo)
-                yield
-            report = handle.report()
+                yield handle
             handle.detach()
-            resident = len(report["layers_on_device"])
-            assert resident == self.memo["resident_layers"] and (report["bytes_to_host"] == 0) == (resident == LAYERS), report
-            assert len(self.batches) == 1 or len((report["tiles"] or {"layers": ()})["layers"]) == LAYERS, "a layer ran whole"
+        elif self.checkpoint:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            yield None
+            model.gradient_checkpointing_disable()
+        else:
+            yield None
+
+    def check(self, report: dict[str, Any]) -> None:
+        """Assert that ds_memo trained the model this way."""
+        resident = len(report["layers_on_device"])
+        assert resident == self.memo["resident_layers"] and (report["bytes_to_host"] == 0) == (resident == LAYERS), report
+        assert len(self.batches) == 1 or len((report["tiles"] or {"layers": ()})["layers"]) == LAYERS, "a layer ran whole"
+        assert not self.in_python or _way(report)["way"] == "Python", report
 
 
 def _swapped(alpha: float) -> Variant:
@@ -116,6 +121,10 @@ def _in_python() -> contextlib.AbstractContextManager[Any]:
     from ds_memo.remat.follower import in_python
 
     return in_python()
+
+
+def _way(report: dict[str, Any]) -> dict[str, Any]:
+    return report.get("record_and_replay", {"way": "Python"})
 
 
 def chosen(names: Collection[str], python_too: bool = False) -> dict[str, Variant]:
@@ -179,17 +188,27 @@ def undisturbed() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def turn(model: nn.Module, variant: Variant, device: torch.device) -> list[list[Sample]]:
-    """Return the samples of each of the variant's batches."""
-    found = []
-    with variant.on(model):
+def turn(model: nn.Module, variant: Variant, device: torch.device) -> tuple[list[list[Sample]], dict[str, Any]]:
+    """Return the samples of each of the variant's batches, and the way that record and replay went for the last batch.
+
+    The way has the ops of a layer in one step, by language.
+    """
+    found, way = [], {}
+    with variant.on(model) as handle:
         for sequences in variant.batches:
             tokens = torch.randint(0, VOCABULARY, (sequences, variant.tokens), device=device)
             for _ in range(WARM_UP):
                 step(model, tokens)
+            before = _way(handle.report()) if handle else {}
             gc.collect()
             found.append([step(model, tokens) for _ in range(SAMPLES)])
-    return found
+        if handle:
+            report = handle.report()
+            variant.check(report)
+            way = _way(report)
+            for counted in before.keys() & {"ops_in_cpp", "ops_in_python"}:
+                way[counted] = (way[counted] - before[counted]) / (SAMPLES * LAYERS)
+    return found, way
 
 
 def times(variant: Variant, samples: Sequence[Sequence[Sample]]) -> dict[str, list[float]]:
@@ -210,12 +229,14 @@ def measure(model_name: str, variants: dict[str, Variant], device: torch.device,
     """Return each variant's raw samples, times, ratio, and the bar that it is over, for one model."""
     model = build(model_name).to(device, dtype_of(device)).train()
     samples: dict[str, list[list[Sample]]] = {name: [[] for _ in variant.batches] for name, variant in variants.items()}
+    ways = {}
     with undisturbed():
         for _ in range(turns):
             for name, variant in variants.items():
-                for kept, more in zip(samples[name], turn(model, variant, device), strict=True):
+                found, ways[name] = turn(model, variant, device)
+                for kept, more in zip(samples[name], found, strict=True):
                     kept += more
-    rows: dict[str, Any] = {name: {"us": times(variant, samples[name])} for name, variant in variants.items()}
+    rows: dict[str, Any] = {name: {"us": times(variant, samples[name])} | ways[name] for name, variant in variants.items()}
     for name, variant in variants.items():
         row = rows[name]
         row["ratio"] = row["us"]["both"][0] / rows[variant.base]["us"]["both"][0]
@@ -226,12 +247,13 @@ def measure(model_name: str, variants: dict[str, Variant], device: torch.device,
 
 def table(rows: dict[str, Any]) -> list[str]:
     """Return the lines of one model's table."""
-    head = ("variant", "forward", "backward", "both", "x checkpoint's", "bar", "")
+    head = ("variant", "forward", "backward", "both", "x checkpoint's", "bar", "", "ops in C++, Python")
     lines = []
     for name, row in rows.items():
         cells = [f"{median:,.0f} ({least:,.0f})" for median, least in row["us"].values()]
         verdict = ("", "") if row["bar"] is None else (f"<= {row['bar']}", "OVER" if row["over"] else "ok")
-        lines.append((name, *cells, f"{row['ratio']:.2f}", *verdict))
+        ops = f"{row['ops_in_cpp']:.0f}, {row['ops_in_python']:.0f}" if "ops_in_cpp" in row else row.get("way", "")
+        lines.append((name, *cells, f"{row['ratio']:.2f}", *verdict, ops))
     return results.markdown(head, lines)
 
 
