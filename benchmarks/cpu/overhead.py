@@ -40,6 +40,7 @@ import ds_memo
 from benchmarks import results
 from benchmarks.emulated_process import is_emulated, run_emulated, without_values
 from benchmarks.workloads import dtype_of, small_models
+from ds_memo.remat import follower
 from ds_memo.runtime.handle import MemoHandle
 
 LAYERS, VOCABULARY = 8, 128
@@ -75,7 +76,7 @@ class Variant:
     def on(self, model: nn.Module) -> Iterator[MemoHandle | None]:
         """Within the block, train the model this way."""
         if self.memo is not None:
-            with _in_python() if self.in_python else contextlib.nullcontext():
+            with follower.in_python() if self.in_python else contextlib.nullcontext():
                 handle = ds_memo.attach(model, self.memo)
                 yield handle
             handle.detach()
@@ -91,7 +92,7 @@ class Variant:
         resident = len(report["layers_on_device"])
         assert resident == self.memo["resident_layers"] and (report["bytes_to_host"] == 0) == (resident == LAYERS), report
         assert len(self.batches) == 1 or len((report["tiles"] or {"layers": ()})["layers"]) == LAYERS, "a layer ran whole"
-        assert not self.in_python or _way(report)["way"] == "Python", report
+        assert not self.in_python or report["host"]["record_and_replay"]["way"] == "Python", report
 
 
 def _swapped(alpha: float) -> Variant:
@@ -115,16 +116,6 @@ VARIANTS = {
     _LONG_BASE: Variant(checkpoint=True, tokens=LONG, base=_LONG_BASE),
     f"a tile of {LONG}": _tile(LONG, _LONG_BASE),
 }
-
-
-def _in_python() -> contextlib.AbstractContextManager[Any]:
-    from ds_memo.remat.follower import in_python
-
-    return in_python()
-
-
-def _way(report: dict[str, Any]) -> dict[str, Any]:
-    return report.get("record_and_replay", {"way": "Python"})
 
 
 def chosen(names: Collection[str], python_too: bool = False) -> dict[str, Variant]:
@@ -189,25 +180,23 @@ def undisturbed() -> Iterator[None]:
 
 
 def turn(model: nn.Module, variant: Variant, device: torch.device) -> tuple[list[list[Sample]], dict[str, Any]]:
-    """Return the samples of each of the variant's batches, and the way that record and replay went for the last batch.
-
-    The way has the ops of a layer in one step, by language.
-    """
+    """Return the samples of each of the variant's batches, and the way that record and replay went, with the ops of a layer in a
+    step of the last batch."""
     found, way = [], {}
     with variant.on(model) as handle:
         for sequences in variant.batches:
             tokens = torch.randint(0, VOCABULARY, (sequences, variant.tokens), device=device)
             for _ in range(WARM_UP):
                 step(model, tokens)
-            before = _way(handle.report()) if handle else {}
+            before = handle.report()["host"]["record_and_replay"] if handle else {}
             gc.collect()
             found.append([step(model, tokens) for _ in range(SAMPLES)])
         if handle:
             report = handle.report()
             variant.check(report)
-            way = _way(report)
-            for counted in before.keys() & {"ops_in_cpp", "ops_in_python"}:
-                way[counted] = (way[counted] - before[counted]) / (SAMPLES * LAYERS)
+            way = report["host"]["record_and_replay"]
+            for ops in way.keys() & {"ops_in_cpp", "ops_in_python"}:
+                way[ops] = (way[ops] - before[ops]) / (SAMPLES * LAYERS)
     return found, way
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from benchmarks import overhead
 from benchmarks.overhead import SAMPLES, VARIANTS, Variant
 from tests.benchmarks.emulated import needs_emulator, no_emulated_process_hangs  # noqa: F401
+from tests.ops.compiling import lacks
 
 CPU = torch.device("cpu")
 
@@ -54,6 +56,15 @@ def test_a_variant_that_was_not_trained_as_it_says_is_refused() -> None:
     swapped = {"alpha": 0.5, "resident_layers": 0}
     with pytest.raises(AssertionError, match="whole"):
         overhead.turn(model, Variant(swapped, batches=(1, 2)), CPU)
+
+
+@pytest.mark.skipif(bool(lacks()), reason=str(lacks()))
+def test_the_way_that_record_and_replay_went_is_counted() -> None:
+    model, resident = overhead.build("llama"), VARIANTS["resident"]
+    _, way = overhead.turn(model, resident, CPU)
+    assert way["way"] == "C++" and way["ops_in_cpp"] > 10 * way["ops_in_python"] > 0
+    _, way = overhead.turn(model, replace(resident, in_python=True), CPU)
+    assert way["way"] == "Python" and "ops_in_cpp" not in way
 
 
 def judged(arguments: list[str], out: Path) -> dict[str, Any]:
