@@ -9,10 +9,11 @@ gradients are dropped outside the clock. All variants train the same model, so t
 a variant is put on the model, trains steps that do not count, then its samples, and is taken off. Variants take turns. Python's
 garbage collector waits meanwhile.
 
-A table has microseconds per layer and pass: median, and 10th percentile in parentheses. The ratio divides the median of forward
-and backward together by checkpoint's on as many tokens. "A tile" is what one more sequence adds to the layer if each sequence is
-a tile: all passes of the tile together. Its kernels take time on a CPU: 512 tokens mostly compute there, 16 show host time. The
-last column counts the ops of a layer and step that ds_memo handles, in C++ and in Python; "Python" alone: all of them.
+A table has microseconds per layer and pass: median, and 10th percentile in parentheses. The ratio divides forward and backward
+together by checkpoint's on as many tokens; its median has the bar. "A tile" is what one more sequence adds to the layer if each
+sequence is a tile: all passes of the tile together. Its kernels take time on a CPU: 512 tokens mostly compute there, 16 show host
+time. The last column counts the ops of a layer and step that ds_memo handles, in C++ and in Python; of a layer in four tiles, if
+in tiles. "Python" alone: all of them.
 
 The clock is the CPU time of the compute thread on a CPU, where other threads copy. On CUDA, where autograd has its own thread, it
 is wall time. In the emulator, where kernels and the driver cost next to nothing, it is the CPU time of the process: compute's
@@ -228,7 +229,7 @@ def measure(model_name: str, variants: dict[str, Variant], device: torch.device,
     rows: dict[str, Any] = {name: {"us": times(variant, samples[name])} | ways[name] for name, variant in variants.items()}
     for name, variant in variants.items():
         row = rows[name]
-        row["ratio"] = row["us"]["both"][0] / rows[variant.base]["us"]["both"][0]
+        row["ratio"], row["ratio_p10"] = (a / b for a, b in zip(row["us"]["both"], rows[variant.base]["us"]["both"], strict=True))
         row |= {"bar": variant.bar, "over": variant.bar is not None and row["ratio"] > variant.bar}
         row["samples_us"] = [[[round(us, 1) for us in sample] for sample in batch] for batch in samples[name]]
     return rows
@@ -242,7 +243,7 @@ def table(rows: dict[str, Any]) -> list[str]:
         cells = [f"{median:,.0f} ({least:,.0f})" for median, least in row["us"].values()]
         verdict = ("", "") if row["bar"] is None else (f"<= {row['bar']}", "OVER" if row["over"] else "ok")
         ops = f"{row['ops_in_cpp']:.0f}, {row['ops_in_python']:.0f}" if "ops_in_cpp" in row else row.get("way", "")
-        lines.append((name, *cells, f"{row['ratio']:.2f}", *verdict, ops))
+        lines.append((name, *cells, f"{row['ratio']:.2f} ({row['ratio_p10']:.2f})", *verdict, ops))
     return results.markdown(head, lines)
 
 

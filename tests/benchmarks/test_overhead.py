@@ -91,9 +91,8 @@ def test_a_turn_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.slow
 @pytest.mark.processes
 def test_a_turn_of_every_variant_on_a_cpu(tmp_path: Path) -> None:
-    found = judged(["--device", "cpu"], tmp_path / "cpu.json")
-    assert list(found["models"]) == list(overhead.MODELS)
-    assert all(list(rows) == list(VARIANTS) for rows in found["models"].values())
+    found = judged(["--device", "cpu", "--models", "qwen3-moe"], tmp_path / "cpu.json")
+    assert list(found["models"]["qwen3-moe"]) == list(VARIANTS)
 
 
 @needs_emulator
