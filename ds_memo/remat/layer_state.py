@@ -48,8 +48,11 @@ _MERGED = "merged_adapters"
 
 
 class Attributes(NamedTuple):
-    """Attributes of a part, as far as they are known."""
+    """Attributes of a part, as far as they are known. layer_settings.h reads these fields by their numbers."""
 
+    table: dict[str, Any]
+    weights: set[str]
+    """Names of its parameters."""
     keys: frozenset[str]
     """All that it has."""
     names: tuple[str, ...]
@@ -94,7 +97,7 @@ class ModulePart:
     def refresh(self) -> None:
         """Learn which attributes are settings."""
         names = tuple([name for name, value in self.table.items() if _is_setting(name, value)])
-        self.attributes = Attributes(frozenset(self.table), names, operator.itemgetter(*names))
+        self.attributes = Attributes(self.table, self.weights, frozenset(self.table), names, operator.itemgetter(*names))
 
     def note(self, noted: list[Any]) -> None:
         """Add the settings to a list, for :func:`noted_settings`."""
@@ -110,8 +113,8 @@ class ModulePart:
         noted += values
         parameters = table["_parameters"]
         if len(parameters) < len(self.weights):  # a plain tensor was set in a parameter's place
-            parameters = {name: parameter for name, parameter in parameters.items()}  # dict() would have ZeRO-3 gather them
-            parameters |= {name: table[name] for name in self.weights - parameters.keys() if name in table}
+            missing = self.weights.difference(parameters)
+            parameters = dict(parameters.items()) | {name: table[name] for name in missing if name in table}
         _note_items(parameters, noted)
         _note_items(table["_buffers"], noted)
         hooked = table["_forward_hooks"] or table["_forward_pre_hooks"]
@@ -169,14 +172,17 @@ class ModulePart:
 
 def _note_items(table: dict[str, Any], noted: list[Any]) -> None:
     noted.append(len(table))
-    if table:
-        noted += table
-        noted += table.values()
+    for item in table.items():  # past `__getitem__`, by which ZeRO-3 gathers
+        noted += item
 
 
 def _noted_items(noted: Iterator[Any]) -> list[tuple[Any, Any]]:
-    names = [*islice(noted, next(noted))]
-    return [*zip(names, islice(noted, len(names)), strict=True)]
+    return [(next(noted), next(noted)) for _ in range(next(noted))]
+
+
+def is_same(now: list[Any], then: list[Any]) -> bool:
+    """Return True if two lists have the same objects."""
+    return len(now) == len(then) and all(map(operator.is_, now, then))
 
 
 def noted_settings(noted: Iterator[Any]) -> Settings:
@@ -236,6 +242,10 @@ class LayerState:
             part.note(noted)
         noted += [parameter.requires_grad for parameter in self.parameters]
         return noted
+
+    def trained_in(self, noted: list[Any]) -> list[bool]:
+        """Return which parameters were trained as a list was noted."""
+        return noted[len(noted) - len(self.parameters) :]
 
     def before(self, learns: bool = False) -> Before:
         """Note the state before a call.
@@ -341,7 +351,7 @@ class Before:
         others = self._others(now)
         snapshots = [part.snapshot() for part, _, _ in others]
         drawn = states_of([generator for generator, _ in self._states])
-        trained = now[len(now) - len(state.parameters) :]
+        trained, trained_then = state.trained_in(now), state.trained_in(self._noted)
 
         def put_back() -> None:
             for snapshot in snapshots:
@@ -352,7 +362,8 @@ class Before:
         with Undoing(put_back):
             for part, settings, others_now in others:
                 part.put_in(settings, others_now)
-            _train(state.parameters, self._noted[len(self._noted) - len(trained) :])
+            if trained != trained_then:
+                _train(state.parameters, trained_then)
             copies: dict[int, Any] = {}
             for _, table, name, copy in self._values:
                 copy.put_in(table, name, copies)
@@ -363,7 +374,7 @@ class Before:
         """Return the parts that the replay writes or that are set otherwise now, with their settings then and now."""
         parts, then = self.state.parts, self._noted
         written = self._learns or any([part.writes for part in parts])
-        if not written and len(now) == len(then) and all(map(operator.is_, now, then)):  # the usual case
+        if not written and is_same(now, then):  # the usual case
             return []
         settings_then, settings_now = iter(then), iter(now)
         with_settings = [(part, noted_settings(settings_then), noted_settings(settings_now)) for part in parts]
@@ -411,8 +422,6 @@ class _Copy:
 
 
 def _train(parameters: list[nn.Parameter], flags: list[bool]) -> None:
-    if [parameter.requires_grad for parameter in parameters] == flags:  # faster than the loop below
-        return
     for parameter, flag in zip(parameters, flags, strict=True):
         if parameter.requires_grad is not flag:
             parameter.requires_grad_(flag)
