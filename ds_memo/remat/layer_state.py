@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from ds_memo.errors import MemoError
+from ds_memo.remat import follower
 from ds_memo.remat.random_states import GENERATORS, GLOBAL_GENERATORS, another, set_states, state_of, states_of
 from ds_memo.remat.tensors import storage_of
 from ds_memo.remat.undo import Undoing
@@ -182,6 +183,8 @@ def _noted_items(noted: Iterator[Any]) -> list[tuple[Any, Any]]:
 
 def is_same(now: list[Any], then: list[Any]) -> bool:
     """Return True if two lists have the same objects."""
+    if (library := follower.library()) is not None:
+        return library.is_same(now, then)
     return len(now) == len(then) and all(map(operator.is_, now, then))
 
 
@@ -235,9 +238,12 @@ class LayerState:
     def note(self) -> list[Any]:
         """Return the settings of all parts, and after them which parameters are trained.
 
-        If the same objects come again in this order, nothing has been set since.
+        If the same objects come again in this order, nothing has been set since. C++ makes the list in the usual case.
         """
-        noted: list[Any] = []
+        library = follower.library()
+        if library is not None and (noted := library.note_settings(self.parts, self.parameters)) is not None:
+            return noted
+        noted = []
         for part in self.parts:
             part.note(noted)
         noted += [parameter.requires_grad for parameter in self.parameters]
