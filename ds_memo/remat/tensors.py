@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import SUPPORTED_NODES, tree_leaves
 
 _CONTAINERS = frozenset((tuple, list, dict))
 _LEAVES = frozenset((bool, int, float, str, type(None), torch.dtype, torch.device))
@@ -36,7 +36,7 @@ def _add_leaves(tree: Any, found: list[torch.Tensor]) -> None:
                 found.append(value)
             elif type(value) not in _LEAVES:
                 _add_leaves(value, found)
-    else:
+    elif isinstance(tree, tuple) or type(tree) in SUPPORTED_NODES:  # named tuples, and what packages have registered
         found += [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 

@@ -41,7 +41,7 @@ def hook(*_: Any) -> None:
 
 
 def gathers(layer: nn.Module) -> None:
-    vars(layer.up)["_parameters"] = Gathers(layer.up._parameters)
+    layer.up._parameters = Gathers(layer.up._parameters)
 
 
 def replace_parameter(layer: nn.Module) -> None:
@@ -70,7 +70,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "adapter": lambda layer: setattr(layer, "adapter", None),
     "forward": lambda layer: setattr(layer.up, "forward", torch.relu),
     "attribute that goes": lambda layer: delattr(layer, "scale"),
-    "attribute that goes for another": lambda layer: (delattr(layer, "scale"), setattr(layer, "other", 1)),
+    "attribute that goes for another": lambda layer: vars(layer).update(other=vars(layer).pop("scale")),
     "hook": lambda layer: layer.down.register_forward_pre_hook(hook),
     "hook that goes": lambda layer: layer.up._forward_hooks.popitem(),
     "order of hooks": reorder_hooks,
@@ -149,7 +149,7 @@ def test_it_shows_if_a_change_goes_unnoticed(monkeypatch: pytest.MonkeyPatch) ->
 @IN_CPP
 def test_lists_leave_nothing_behind() -> None:
     layer = Layer()
-    vars(layer)["adapter"] = "".join(["a ", "name"])
+    layer.adapter = "".join(["a ", "name"])
     state = LayerState("", layer)
     values = [layer.adapter, layer.sizes, layer.up.weight, layer.count, state.parts[0].attributes, vars(layer)]
     gc.collect()
