@@ -49,15 +49,17 @@ _MERGED = "merged_adapters"
 
 
 class Attributes(NamedTuple):
-    """Attributes of a part, as far as they are known. layer_settings.h reads these fields by their numbers."""
+    """Attributes of a part, as far as they are known. layer_settings.h reads the first four fields by their numbers."""
 
     table: dict[str, Any]
-    weights: set[str]
-    """Names of its parameters."""
-    keys: frozenset[str]
-    """All that it has."""
+    size: int
+    """Number of all that it has."""
+    weights: int
+    """Number of its parameters."""
     names: tuple[str, ...]
     """Those that are settings."""
+    keys: frozenset[str]
+    """All that it has."""
     values_in: Callable[[dict[str, Any]], tuple[Any, ...]]
     """Returns their values in the part's table."""
 
@@ -86,6 +88,8 @@ class Settings(NamedTuple):
 class ModulePart:
     """A module of the layer."""
 
+    __slots__ = ("attributes", "path", "table", "weights", "writes")
+
     def __init__(self, path: str, module: nn.Module, weights: Iterable[str]) -> None:
         self.path = path
         self.table = vars(module)
@@ -98,12 +102,13 @@ class ModulePart:
     def refresh(self) -> None:
         """Learn which attributes are settings."""
         names = tuple([name for name, value in self.table.items() if _is_setting(name, value)])
-        self.attributes = Attributes(self.table, self.weights, frozenset(self.table), names, operator.itemgetter(*names))
+        keys, sizes = frozenset(self.table), (len(self.table), len(self.weights))
+        self.attributes = Attributes(self.table, *sizes, names, keys, operator.itemgetter(*names))
 
     def note(self, noted: list[Any]) -> None:
         """Add the settings to a list, for :func:`noted_settings`."""
         table = self.table
-        if len(table) != len(self.attributes.keys):
+        if len(table) != self.attributes.size:
             self.refresh()
         try:
             values = self.attributes.values_in(table)
@@ -113,7 +118,7 @@ class ModulePart:
         noted.append(self.attributes)
         noted += values
         parameters = table["_parameters"]
-        if len(parameters) < len(self.weights):  # a plain tensor was set in a parameter's place
+        if len(parameters) < self.attributes.weights:  # a plain tensor was set in a parameter's place
             missing = self.weights.difference(parameters)
             parameters = dict(parameters.items()) | {name: table[name] for name in missing if name in table}
         _note_items(parameters, noted)

@@ -14,10 +14,10 @@ struct Unusual {};
 
 class Settings {
  public:
-  // `attributes` is the tuple Attributes: table, weights, keys, names.
+  // `attributes` is the tuple Attributes: table, size, weights, names.
   void add_part(PyObject* attributes) {
     PyObject* table = PyTuple_GET_ITEM(attributes, 0);
-    if (PyDict_Size(table) != PySet_Size(PyTuple_GET_ITEM(attributes, 2))) throw Unusual{};
+    if (PyDict_Size(table) != PyLong_AsSsize_t(PyTuple_GET_ITEM(attributes, 1))) throw Unusual{};
     add(attributes);
     PyObject* names = PyTuple_GET_ITEM(attributes, 3);
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(names); ++i) add(value_in(table, PyTuple_GET_ITEM(names, i)));
@@ -29,7 +29,7 @@ class Settings {
                                       PyUnicode_InternFromString("_forward_pre_hooks"),
                                       PyUnicode_InternFromString("_forward_pre_hooks_with_kwargs")};
     PyObject* own = dict_in(table, parameters);
-    if (PyDict_Size(own) < PySet_Size(PyTuple_GET_ITEM(attributes, 1))) throw Unusual{};
+    if (PyDict_Size(own) < PyLong_AsSsize_t(PyTuple_GET_ITEM(attributes, 2))) throw Unusual{};
     add_items(own);
     add_items(dict_in(table, buffers));
     const bool hooked = PyDict_Size(dict_in(table, hooks[0])) || PyDict_Size(dict_in(table, hooks[3]));
