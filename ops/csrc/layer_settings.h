@@ -3,7 +3,6 @@
 #pragma once
 
 #include <pybind11/pybind11.h>
-#include <torch/csrc/autograd/python_variable.h>
 
 namespace ds_memo::remat {
 
@@ -73,13 +72,11 @@ class Settings {
 // None: Python has to.
 inline py::object note_settings(const py::list& parts, const py::list& parameters) {
   static PyObject* const attributes = PyUnicode_InternFromString("attributes");
+  static PyObject* const requires_grad = PyUnicode_InternFromString("requires_grad");
   Settings settings;
   try {
     for (py::handle part : parts) settings.add_part(py::object(part.attr(attributes)).ptr());
-    for (py::handle parameter : parameters) {
-      if (!THPVariable_CheckExact(parameter.ptr())) throw Unusual{};
-      settings.add(THPVariable_Unpack(parameter.ptr()).requires_grad() ? Py_True : Py_False);
-    }
+    for (py::handle parameter : parameters) settings.add(py::object(parameter.attr(requires_grad)).ptr());
   } catch (const Unusual&) {
     return py::none();
   }
