@@ -14,7 +14,7 @@ A frame lives as long as the graph of its layer call. Its device memory is at mo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,32 +50,29 @@ class Kept:
     buffer_offset: int
 
     def laid(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor if it lies in memory as this says, else a copy that does: `rows_of` reads flat memory."""
+        """Return the tensor if its bytes in memory are as this says, else a copy whose bytes are: copies read bare memory."""
         stride = tensor.stride()
-        if stride == self.stride or lie_alike(self.shape, stride, self.stride):
+        if (stride == self.stride or lie_alike(self.shape, stride, self.stride)) and not (tensor.is_conj() or tensor.is_neg()):
             return tensor
         return tensor.new_empty_strided(self.shape, self.stride).copy_(tensor)
 
-    def rows_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the stored rows of a tensor of this shape and stride, as a flat view: the first bytes, since it is dense."""
-        return tensor.as_strided((self.stored_bytes // self.dtype.itemsize,), (1,))
-
-    def rows_in(self, block: Block) -> list[torch.Tensor]:
-        """Return the stored rows inside a host block: flat views in order, one per piece of the block that they lie in."""
-        return [view.view(self.dtype) for view in block.views(self.host_offset, self.stored_bytes)]
-
-    def pairs(self, host: list[torch.Tensor], tensor: torch.Tensor) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
-        """Return pairs to copy between: (part on the host, the same part of the tensor's stored rows)."""
-        rows = self.rows_of(tensor)
-        return [(host[0], rows)] if len(host) == 1 else zip(host, rows.split([part.numel() for part in host]), strict=True)
-
-    def slot_in(self, buffer: torch.Tensor) -> torch.Tensor:
+    def slot_in(self, buffer: Buffer) -> torch.Tensor:
         """Return the full tensor inside a frame's device buffer.
 
         It is no autograd view of the buffer, so slots have separate version counters: an in-place change counts for one alone.
         """
-        slot = torch.empty(0, dtype=self.dtype, device=buffer.device)
-        return slot.set_(buffer.untyped_storage(), self.buffer_offset // self.dtype.itemsize, self.shape, self.stride)
+        return buffer[self.dtype].as_strided(self.shape, self.stride, self.buffer_offset // self.dtype.itemsize).data
+
+
+class Buffer(dict[torch.dtype, torch.Tensor]):
+    """A reload buffer on the device, and its views in the dtypes of the slots."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self[torch.uint8] = torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+    def __missing__(self, dtype: torch.dtype) -> torch.Tensor:
+        view = self[dtype] = self[torch.uint8].view(dtype)
+        return view
 
 
 @dataclass
@@ -120,9 +117,9 @@ class Layout:
         self.buffer_bytes += round_up(all_rows * row_bytes, ALIGN)
         return kept
 
-    def new_buffer(self, nbytes: int, device: torch.device) -> torch.Tensor:
+    def new_buffer(self, nbytes: int, device: torch.device) -> Buffer:
         """Allocate a reload buffer, of `buffer_bytes` or less."""
-        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+        return Buffer(nbytes, device)
 
 
 def dense_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
@@ -158,8 +155,8 @@ class Frame:
         self.changed: set[int] = set()
         """Indices of a resident frame's tensors that the layer, and each replay, changes in place."""
         self.block: Block | None = None
-        self.rows: dict[int, list[torch.Tensor]] = {}
-        """Stored rows in the block, by index: results of `Kept.rows_in`."""
+        self.stored: set[int] = set()
+        """Indices of the tensors whose stored rows were copied to the block."""
         self.slots: dict[int, torch.Tensor] = {}
         """Kept tensors in the reload buffer, at full shape, by index. Only their stored rows hold values."""
         self.sent: Any = None
@@ -217,7 +214,6 @@ class Frame:
         if self.block is not None:
             slab.free(self.block)
             self.block = None
-            self.rows.clear()
 
     def check_unchanged(self) -> None:
         """Raise MemoError if code outside the layer changed a kept tensor in place: a copy may have read either value."""
