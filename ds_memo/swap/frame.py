@@ -56,7 +56,7 @@ class Kept:
             return tensor
         return tensor.new_empty_strided(self.shape, self.stride).copy_(tensor)
 
-    def slot_in(self, buffer: Buffer) -> torch.Tensor:
+    def slot_in(self, buffer: ReloadBuffer) -> torch.Tensor:
         """Return the full tensor inside a frame's device buffer.
 
         It is no autograd view of the buffer, so slots have separate version counters: an in-place change counts for one alone.
@@ -64,7 +64,7 @@ class Kept:
         return buffer[self.dtype].as_strided(self.shape, self.stride, self.buffer_offset // self.dtype.itemsize).data
 
 
-class Buffer(dict[torch.dtype, torch.Tensor]):
+class ReloadBuffer(dict[torch.dtype, torch.Tensor]):
     """A reload buffer on the device, and its views in the dtypes of the slots."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
@@ -117,9 +117,9 @@ class Layout:
         self.buffer_bytes += round_up(all_rows * row_bytes, ALIGN)
         return kept
 
-    def new_buffer(self, nbytes: int, device: torch.device) -> Buffer:
+    def new_buffer(self, nbytes: int, device: torch.device) -> ReloadBuffer:
         """Allocate a reload buffer, of `buffer_bytes` or less."""
-        return Buffer(nbytes, device)
+        return ReloadBuffer(nbytes, device)
 
 
 def dense_order(tensor: torch.Tensor) -> tuple[int, ...] | None:

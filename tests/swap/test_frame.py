@@ -9,7 +9,7 @@ import torch
 
 from ds_memo.errors import MemoError
 from ds_memo.placement import ON_DEVICE, SWAPPED
-from ds_memo.swap.frame import Buffer, Frame, Kept, Layout, dense_order
+from ds_memo.swap.frame import ReloadBuffer, Frame, Kept, Layout, dense_order
 from ds_memo.swap.host_pool import Range
 from ds_memo.swap.host_slab import Block
 from ds_memo.swap.pinned_segments import Segment
@@ -106,9 +106,9 @@ def fetch(kept: Kept, block: Block, slot: torch.Tensor) -> None:
         here.copy_(there)
 
 
-def filled(nbytes: int, value: int) -> tuple[Buffer, torch.Tensor]:
+def filled(nbytes: int, value: int) -> tuple[ReloadBuffer, torch.Tensor]:
     """Return a reload buffer, and its bytes."""
-    buffer = Buffer(nbytes, torch.device("cpu"))
+    buffer = ReloadBuffer(nbytes, torch.device("cpu"))
     return buffer, buffer[torch.uint8].fill_(value)
 
 
