@@ -9,7 +9,7 @@ import torch
 
 from ds_memo.errors import MemoError
 from ds_memo.placement import ON_DEVICE, SWAPPED
-from ds_memo.swap.frame import ReloadBuffer, Frame, Kept, Layout, dense_order
+from ds_memo.swap.frame import Frame, Kept, Layout, ReloadBuffer, dense_order
 from ds_memo.swap.host_pool import Range
 from ds_memo.swap.host_slab import Block
 from ds_memo.swap.pinned_segments import Segment
