@@ -384,9 +384,13 @@ class SwapEngine:
     def _next_below(self, frame: Frame) -> Frame | None:
         """Return the youngest older frame that backward has reached as often as this one, if any."""
         self._forget_dead()
-        for at in range(bisect_left(self._stack, frame.age, key=attrgetter("age")) - 1, -1, -1):
-            below = self._stack[at]()
-            if below is not None and below.replays == frame.replays:
+        stack, age = self._stack, frame.age
+        top = len(stack)
+        if top and stack[-1].age > age:  # else it is the youngest, or resident
+            top = bisect_left(stack, age, key=attrgetter("age"))
+        for at in range(top - 1, -1, -1):
+            below = stack[at]()
+            if below is not None and below is not frame and below.replays == frame.replays:
                 return below
         return None
 

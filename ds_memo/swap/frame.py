@@ -204,8 +204,8 @@ class Frame:
         """
         if self.state != "ready":
             raise MemoError(f"frame {self.name} was read while '{self.state}'; only a 'ready' frame can be read")
-        if not self.resident:
-            return self.slots[kept.index].detach()
+        if (slot := self.slots.get(kept.index)) is not None:
+            return slot.detach()
         tensor = self.device[kept.index]
         return tensor.clone() if kept.index in self.changed else tensor.detach()
 

@@ -217,10 +217,6 @@ def _copy_streams(device: torch.device) -> dict[str, torch.cuda.Stream]:
     return {D2H: torch.cuda.Stream(device), H2D: torch.cuda.Stream(device)}
 
 
-_KIND = {H2D: 1, D2H: 2}
-"""CUDA's cudaMemcpyKind."""
-
-
 @functools.cache
 def _memcpy() -> Callable[..., int] | None:
     """Return cudaMemcpyAsync of the CUDA runtime that torch has loaded for all of the process; None: it hides its symbols."""
@@ -252,6 +248,9 @@ class CudaStreams:
         self.device = torch.device("cuda", index)
         # Objects of this model alone: a stream keeps, while it is entered, what to return to, and models may train in threads.
         self._copy_streams = {name: _same_stream(shared) for name, shared in _copy_streams(self.device).items()}
+        self._memcpy = _memcpy()
+        self._ways = {name: (kind, self._copy_streams[name].cuda_stream) for name, kind in ((H2D, 1), (D2H, 2))}
+        """Last arguments of cudaMemcpyAsync: its cudaMemcpyKind, and the stream."""
         self._compute_streams: dict[int, torch.cuda.Stream] = {}
         """Those that were current so far, by their CUDA handle."""
         self._stall = {D2H: 0.0, H2D: 0.0}
@@ -298,12 +297,10 @@ class CudaStreams:
         return event.query()
 
     def copy(self, stream: str, dst: torch.Tensor, src: torch.Tensor, nbytes: int, dst_at: int = 0, src_at: int = 0) -> None:
-        if (memcpy := _memcpy()) is None:
+        if (memcpy := self._memcpy) is None:
             with self._copy_streams[stream]:
                 bytes_of(dst, dst_at, nbytes).copy_(bytes_of(src, src_at, nbytes), non_blocking=True)
-            return
-        to, whence, handle = dst.data_ptr() + dst_at, src.data_ptr() + src_at, self._copy_streams[stream].cuda_stream
-        if status := memcpy(to, whence, nbytes, _KIND[stream], handle):
+        elif status := memcpy(dst.data_ptr() + dst_at, src.data_ptr() + src_at, nbytes, *self._ways[stream]):
             torch.cuda.check_error(status)
 
     def current(self) -> int:
