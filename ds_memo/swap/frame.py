@@ -19,7 +19,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch._C._dynamo.guards import _reinterpret_tensor  # Inductor's: half of the time of as_strided and detach
+
+# Inductor's: it takes half of the time of as_strided and detach. torch's stubs lack it.
+from torch._C._dynamo.guards import _reinterpret_tensor  # type: ignore[attr-defined]
 
 from ds_memo.errors import MemoError
 from ds_memo.placement import Placement
