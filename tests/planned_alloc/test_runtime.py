@@ -136,11 +136,11 @@ def test_kept_outputs_leave_from_where_they_were_born_and_come_back_to_planned_a
         streams, seen = inside(counting.handle).engine.streams, {"d2h": [], "h2d": []}
         copy_ = streams.copy
 
-        def watch(stream: str, dst: torch.Tensor, src: torch.Tensor) -> None:
+        def watch(stream: str, dst: torch.Tensor, src: torch.Tensor, *where: int) -> None:
             storage = (src if stream == "d2h" else dst).untyped_storage()
             if storage.nbytes() >= MIN_BYTES["cpu"]:
                 seen[stream].append(CPU.owns(storage.data_ptr()))
-            copy_(stream, dst, src)
+            copy_(stream, dst, src, *where)
 
         streams.copy = watch
         step(model, BATCH)

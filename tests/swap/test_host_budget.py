@@ -208,7 +208,7 @@ def test_abandoned_copies_end_before_memory_is_allocated_again():
     there = streams.ThreadStreams()
     slow = torch.zeros(1)
     there._queues[streams.D2H].put((time.sleep, 0.2))
-    there.copy(streams.D2H, slow, torch.ones(1))
+    there.copy(streams.D2H, slow, torch.ones(1), 4)
     del there
     streams.finish_abandoned(CPU)
     assert slow.item() == 1
