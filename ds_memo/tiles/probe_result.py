@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -59,7 +60,15 @@ class Returned:
         return tensors[0]
 
     def of(self, tensor: torch.Tensor) -> Any:
-        return tree_unflatten([tensor if i == self.index else leaf for i, leaf in enumerate(self.leaves)], self.spec)
+        """Return a result that holds this tensor."""
+        leaves = [*self.leaves]
+        leaves[self.index] = tensor
+        return tuple(leaves) if self._is_flat else tree_unflatten(leaves, self.spec)
+
+    @functools.cached_property
+    def _is_flat(self) -> bool:
+        """True for a tuple of leaves, as most attention functions return: it is made in less time."""
+        return self.spec == tree_flatten(tuple(self.leaves))[1]
 
 
 @dataclass(frozen=True)
