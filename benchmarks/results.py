@@ -32,7 +32,7 @@ ALIKE = 0.05
 
 def device_or_exit(name: str, verb: str) -> torch.device:
     """Return the device of a verb, for which what is compiled is built before anything is timed."""
-    from ds_memo.ops.builder import AllocatorBuilder
+    from ds_memo.ops import library
     from ds_memo.plan import search
 
     device = torch.device(name)
@@ -41,7 +41,7 @@ def device_or_exit(name: str, verb: str) -> torch.device:
         lacks = "no CUDA device here; --device cpu tries the harness itself"
     else:
         try:
-            AllocatorBuilder(device.type).load()
+            library.load(device.type)
             search.load()
         except Exception as error:
             lacks = f"the allocator op cannot be built: {' '.join(str(error).split())[:1000]}"

@@ -15,7 +15,7 @@ Words: a *pass* is one training forward and everything until the next one begins
 gets slot k. A request that does not fit the plan goes to torch's own allocator and is counted; even a wrong plan never makes two
 live blocks overlap. The state belongs to a device, not to a thread: on CUDA the backward runs on another thread.
 
-C++: csrc/allocator_core.h has the logic, allocator_cpu.cpp and allocator_cuda.cpp the hooks into torch.
+C++: csrc/allocator_core.h has the logic, ops_cpu.cpp and ops_cuda.cpp the hooks into torch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ds_memo.errors import warn
-from ds_memo.ops.builder import AllocatorBuilder
+from ds_memo.ops import library
 
 MIN_BYTES = {"cpu": 64 << 10, "cuda": 1 << 20}
 """Smaller requests go to the native allocator. CUDA's serves them from a separate pool, which fragments nothing."""
@@ -86,7 +86,7 @@ class Allocator:
     """
 
     def __init__(self, device: torch.device, warn: Callable[[str], None] = warn) -> None:
-        self._op = AllocatorBuilder(device.type, warn).load()
+        self._op = library.load(device.type, warn)
         if device.type == "cuda":
             torch.cuda.init()
         self._device = 0 if device.type == "cpu" else device.index

@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 
 from ds_memo.compiled import compiler
-from ds_memo.ops.builder import cuda_headers
+from ds_memo.ops.library import cuda_headers
 from ds_memo.units import GIB
 
 HERE = Path(__file__).parent

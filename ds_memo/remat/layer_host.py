@@ -16,7 +16,7 @@ from ds_memo.attention_kernel import ASKED, FA3, FA4
 from ds_memo.errors import MemoError
 from ds_memo.layer_observer import LayerObserver
 from ds_memo.placement import Placement, PlacementKind
-from ds_memo.remat import attention_kernels, cudnn
+from ds_memo.remat import attention_kernels, cudnn, follower
 from ds_memo.remat.diagnostics import diagnose, has_compiled
 from ds_memo.remat.layer import Layer
 from ds_memo.remat.recipe import Recipe, SavedOp
@@ -111,6 +111,7 @@ class LayerHost:
         isolated: Callable[[], AbstractContextManager[None]] = nullcontext,
         part_begins: Callable[[str], None] = lambda part: None,
     ) -> None:
+        follower.library(warn)
         self.engine = engine
         self.warn = warn
         self.observers = observers

@@ -87,6 +87,9 @@ def keep_dynamo_out() -> None:
 
 
 class Mode(ObservesFunctions):
+    at: Any = None
+    """How far a mode has followed its recipe: see ds_memo.remat.follower."""
+
     # True would wrap every op in a guard against dynamo; keep_dynamo_out() does that once.
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -94,11 +97,21 @@ class Mode(ObservesFunctions):
 
 
 class NotingMode(Mode):
-    """A mode that also notes each tensor autograd saves, before the hook below (torch's checkpoint) takes it."""
+    """A mode that also notes each tensor autograd saves, before the hook below (torch's checkpoint) takes it.
+
+    Args:
+        hooked: True if the hook below notes them itself.
+    """
 
     _note: Callable[[torch.Tensor], None]
 
+    def __init__(self, hooked: bool = False) -> None:
+        super().__init__()
+        self._hooked = hooked
+
     def __enter__(self) -> Any:
+        if self._hooked:
+            return super().__enter__()
         pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(False)
 
         def noting_pack(tensor: torch.Tensor) -> Any:
@@ -113,13 +126,21 @@ class NotingMode(Mode):
         arguments = tensors_in(args, kwargs)
         saved: list[torch.Tensor] = []
         versions = versions_of(arguments)
-        self._note = saved.append
+        self._note_in(saved)
         try:
             out = fn(*args, **kwargs)
         finally:
-            del self._note
+            self._note_in(None)
         return described(fn, out, arguments, versions, saved)
+
+    def _note_in(self, saved: list[torch.Tensor] | None) -> None:
+        """Note what autograd saves in a list alone; None: as before."""
+        if saved is None:
+            del self._note
+        else:
+            self._note = saved.append
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
-        torch._C._autograd._pop_saved_tensors_default_hooks()
+        if not self._hooked:
+            torch._C._autograd._pop_saved_tensors_default_hooks()

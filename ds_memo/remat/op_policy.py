@@ -41,7 +41,7 @@ BATCHED = _ops("bmm", "baddbmm")
 """Batched products. Those with a weight as an operand (experts by einsum) are GEMMs, whose rows are those of all matrices in
 order. The others may be attention written by hand: they are recomputed and not counted."""
 
-_ADDS = _ops("addmm", "baddbmm")
+ADDS = _ops("addmm", "baddbmm")
 """Products whose first operand is added."""
 
 ATTENTION = _ops(
@@ -190,8 +190,13 @@ def reads_values(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) 
         return True
     if func is aten._to_copy.default:
         device = kwargs.get("device")
-        return device is not None and device.type == "cpu" and args[0].device.type != "cpu"
+        return bool(args) and device is not None and device.type == "cpu" and args[0].device.type != "cpu"
     return not func._schema.returns and not func._schema.is_mutable
+
+
+def may_read_values(func: OpOverload) -> bool:
+    """Return True if :func:`reads_values` does for some operands."""
+    return reads_values(func, (), {}) or func is aten._to_copy.default
 
 
 def _tells_of_values(func: OpOverload) -> bool:
@@ -274,12 +279,12 @@ def empty_output(func: OpOverload, args: Sequence[Any], shape: tuple[int, ...], 
 
 def _left(func: OpOverload, args: Sequence[Any]) -> torch.Tensor:
     """Return the left operand of a product; before it stands what is added."""
-    return args[1] if func in _ADDS else args[0]
+    return args[1] if func in ADDS else args[0]
 
 
 def right_operand(func: OpOverload, args: Sequence[Any]) -> torch.Tensor:
     """Return the right operand of a product."""
-    return args[2] if func in _ADDS else args[1]
+    return args[2] if func in ADDS else args[1]
 
 
 def compute_rows(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], first: int, out: torch.Tensor) -> None:

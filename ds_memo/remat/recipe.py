@@ -16,7 +16,7 @@ import torch
 from torch._ops import OpOverload
 
 from ds_memo.placement import stored_rows
-from ds_memo.remat import op_policy
+from ds_memo.remat import follower, op_policy
 from ds_memo.remat.functions import FunctionCall
 from ds_memo.swap.frame import Kept, Layout, dense_order
 
@@ -122,6 +122,11 @@ class Recipe:
     pre_writes: bool = False
     """True if ops of the pre write in place, other than a product's bias to the product."""
     post_writes: bool = False
+
+    @cached_property
+    def program(self) -> Any:
+        """The ops as C++ reads them."""
+        return follower.program(self.ops)
 
     @cached_property
     def gemm_flops(self) -> int:

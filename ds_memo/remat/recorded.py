@@ -1,4 +1,4 @@
-"""Run a layer call so that it can be replayed: torch's non-reentrant checkpoint, with our two modes as its contexts."""
+"""Run a layer call so that it can be replayed: a checkpoint with our two modes as its contexts."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import _checkpoint_without_reentrant_generator, _StopRecomputationError
 
+from ds_memo.remat import checkpoint, follower
 from ds_memo.remat.analyse import Analyse
 from ds_memo.remat.call import Call
-from ds_memo.remat.inputs import DeviceInput, Lifted, analysing_pack, lift_keywords, recording_pack, unpack
+from ds_memo.remat.inputs import DeviceInput, analysing_pack, lift_keywords, recording_pack
 from ds_memo.remat.layer import Layer
 from ds_memo.remat.layer_call import LayerCall
 from ds_memo.remat.layer_host import LayerHost, Way
@@ -56,24 +56,29 @@ def _run(call: LayerCall, host: LayerHost) -> Any:
             record.check = ReplayCheck(functools.partial(host.warn_of, layer))
             replay = record.check.around(replay)
         replay = record.before.around(replay)
+    if call.preserve_rng_state:
+        replay = from_current_states(replay)
     lifted = lifted._replace(fn=fn, replay=replay)
     nested = [value for value in lifted.args if not isinstance(value, torch.Tensor)]
     record.device_inputs = [DeviceInput(layer.name, tensor) for tensor in tensor_leaves((nested, lifted.bound))]
     givens = functools.partial(_givens, layer, (lifted.args, lifted.bound))
     observed = Observed() if recipe is None else None
-    mode: Analyse | Record
+    library, mode = None, None
     if observed is not None:
         host.work.analysed += key is not None and layer.follows_recipes
         mode, pack = Analyse(record, observed, givens()), analysing_pack(record, observed)
     else:
         layer.latest = recipe
-        mode, pack = Record(record, givens, layer.left_recipe), recording_pack(record)
+        library = follower.library() if checkpoint.may_use_cpp(lifted.args, engine.device) else None
+        mode, pack = Record(record, givens, layer.left_recipe, hooked=library is not None), recording_pack(record)
     try:
         if recipe is not None:
             engine.adopt(frame, recipe.layout)
-        # These hooks see the layer's inputs only: inside, torch's checkpoint puts its own on top.
-        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-            out = _checkpoint(lifted, call.preserve_rng_state, lambda: (mode, Replay(record)))
+        begin_replay = functools.partial(Replay, record)
+        if library is None:
+            out = checkpoint.run_by_torch(lifted, call.preserve_rng_state, pack, mode, begin_replay)
+        else:
+            out = checkpoint.run_by_cpp(library, lifted, call.preserve_rng_state, engine.device, pack, mode, begin_replay)
         if observed is not None:
             if record.before is not None:
                 for name in record.before.learn():
@@ -120,51 +125,6 @@ def _make_recipe(layer: Layer, key: Any, record: Call, observed: Observed, host:
     host.diagnose(layer, recipe)
     if recipe.packs:
         record.keep_observed(observed, tensors)
-
-
-def _checkpoint(lifted: Lifted, preserve_rng_state: bool, context_fn: Callable[[], tuple]) -> Any:
-    """Do what torch.utils.checkpoint.checkpoint(use_reentrant=False) does, through the generator beneath it.
-
-    torch.distributed._composable does the same. Up to torch 2.11 the public function does not leave the forward's contexts when
-    `fn` raises, until the traceback is dropped.
-    """
-    replay = functools.partial(_until_stopped, from_current_states(lifted.replay) if preserve_rng_state else lifted.replay)
-    generator = _checkpoint_without_reentrant_generator(
-        replay, preserve_rng_state, context_fn, "default", False, True, *lifted.args
-    )
-    try:
-        next(generator)
-        out = lifted.fn(*lifted.args)
-        next(generator, None)  # leaves the contexts
-    finally:
-        generator.close()
-    return out
-
-
-def _until_stopped(replay: Callable[..., Any], *args: Any) -> Any:
-    """Call ``replay(*args)``, and turn TorchScript's RuntimeError back into torch's _StopRecomputationError.
-
-    torch raises that when the last saved tensor is recomputed. TorchScript replaces it inside a scripted function, such as
-    Megatron's bias_dropout_add at the end of its layers.
-    """
-    pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    stopped = False
-
-    def watched_pack(tensor: torch.Tensor) -> Any:
-        nonlocal stopped
-        try:
-            return pack(tensor)
-        except _StopRecomputationError:
-            stopped = True
-            raise
-
-    with torch.autograd.graph.saved_tensors_hooks(watched_pack, unpack):
-        try:
-            return replay(*args)
-        except RuntimeError:
-            if stopped:
-                raise _StopRecomputationError from None
-            raise
 
 
 def _givens(layer: Layer, arguments: Any) -> list[torch.Tensor]:

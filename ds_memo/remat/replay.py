@@ -10,6 +10,7 @@ import torch
 from ds_memo.errors import MemoError
 from ds_memo.remat import op_policy
 from ds_memo.remat.call import Call
+from ds_memo.remat.follower import follow
 from ds_memo.remat.functions import FunctionCall, has_inner_tensors, name_of, shapes_of, tensors_in
 from ds_memo.remat.modes import Mode
 from ds_memo.remat.op_policy import OpKind, kind_of
@@ -31,13 +32,12 @@ class Replay(Mode):
         self._recipe = recipe
 
     def __enter__(self) -> Replay:
-        self._next = 0
-        self._awaits_bias: tuple[torch.Tensor, int] | None = None
         for argument in self.call.device_inputs:
             argument.check()
         if self.call.frame.state != "ready":  # no input of the layer was swapped
             self.call.begin_replay()
         recipe = self._recipe or self.call.recipe
+        self.at = follow(self, self.call, recipe, replays=True)
         self._ops, notes, work = recipe.ops, recipe.notes, self.call.work
         work.attention_ops_recomputed += notes.softmax is not None and not recipe.attention_ops
         work.attention_ops_recomputed += notes.attention_ops
@@ -46,13 +46,14 @@ class Replay(Mode):
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
+        self.call.work.gemm_flops_recomputed += self.at.flops
         self.call.engine.replayed(self.call.frame)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if types and has_inner_tensors(types):
             return NotImplemented
         kind = kind_of(func)
-        if kind is OpKind.MUTATES and self._awaits_bias is not None:
+        if kind is OpKind.MUTATES and self.at.awaiting is not None:
             return self._add_bias(func, args)
         if kind is OpKind.PLAIN or kind is OpKind.MUTATES:
             return func(*args, **kwargs) if kwargs else func(*args)
@@ -61,7 +62,7 @@ class Replay(Mode):
             raise self._not_repeated(f"op {index} was {op.func}, now it is {func}")
         if isinstance(op, Gemm):
             self._compare(index, op, args)
-            return self._gemm(op, args, kwargs or {})
+            return self._gemm(index, op, args, kwargs or {})
         if op is None or op.kept is None:
             self.call.work.attention_ops_recomputed += kind is OpKind.ATTENTION
             out = func(*args, **(kwargs or {}))
@@ -90,8 +91,8 @@ class Replay(Mode):
 
     def _take_next(self) -> tuple[int, Any]:
         """Return the recipe's next op, a Gemm or SavedOp, and its index; None if the forward had left its recipe."""
-        index, ops = self._next, self._ops
-        self._next += 1
+        index, ops = self.at.next, self._ops
+        self.at.next += 1
         return index, ops[index] if index < len(ops) else None
 
     def _compare(self, index: int, op: Gemm, args: tuple) -> None:
@@ -108,7 +109,7 @@ class Replay(Mode):
             names = {None: "no parameter", **dict(enumerate(self.call.before.state.weight_names))}
             raise self._not_repeated(f"op {index}, {op.func}, multiplied by {names[was]}, now by {names[now]}")
 
-    def _gemm(self, op: Gemm, args: tuple, kwargs: dict) -> torch.Tensor:
+    def _gemm(self, index: int, op: Gemm, args: tuple, kwargs: dict) -> torch.Tensor:
         if not op.wanted:
             return op_policy.empty_output(op.func, args, op.shape, op.dtype)
         m, rows = op.m, op.rows
@@ -120,15 +121,15 @@ class Replay(Mode):
         if rows < m:
             op_policy.compute_rows(op.func, args, kwargs, rows, out)
         if op.biased:
-            self._awaits_bias = (out.detach(), rows)
+            self.at.awaiting = index, out.detach()
         return out.view(op.shape)
 
     def _add_bias(self, func: Any, args: tuple) -> torch.Tensor:
         """Add the in-place bias of the GEMM before to its computed rows. Stored rows have it already."""
-        (product, rows), self._awaits_bias = self._awaits_bias, None
+        (index, product), self.at.awaiting = self.at.awaiting, None
         if not op_policy.adds_bias_to(func, args, product):
             raise self._not_repeated(f"{func} came where a bias was added in place")
-        product[rows:].add_(args[1])
+        product[self._ops[index].rows :].add_(args[1])
         return args[0]
 
     def _supplied(self, index: int, op: SavedOp) -> tuple[Any, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ds_memo.hf.kernels import ACCOUNT
 from ds_memo.placement import PlacementKind
-from ds_memo.remat import attention_kernels
+from ds_memo.remat import attention_kernels, follower
 from ds_memo.remat.layer_host import Work
 from ds_memo.runtime.session import Session
 from ds_memo.runtime.throughput import model_flops_utilization
@@ -47,6 +47,7 @@ def report(session: Session) -> Report:
             "peak_used": slab.peak_used,
             "locked_bytes_per_s": slab.pool.locked_bytes / slab.pool.locking_s if slab.pool.locking_s else None,
             "numa_node": slab.pool.node.number if slab.pool.node else None,
+            "record_and_replay": follower.way(),
         },
         stall_s=engine.streams.stall_s(),
         predicted=solution.predicted() if solution else None,

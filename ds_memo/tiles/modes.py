@@ -36,11 +36,11 @@ class RecordPre(Record):
 
     def __exit__(self, *exception: Any) -> None:
         pre = len(self.call.recipe.pre)
-        if exception[0] is None and self._following and (self._next != pre or self._awaits_bias is not None):
-            self._next = min(self._next, pre)  # an op that looks like the post's first is in the recipe's post
-            self._leave()
-        self.followed = self._following
-        self._following = False  # the recipe goes on behind attention
+        if exception[0] is None and self.at.following and (self.at.next != pre or self.at.awaiting is not None):
+            self.at.next = min(self.at.next, pre)  # an op that looks like the post's first is in the recipe's post
+            self.leave()
+        self.followed = self.at.following
+        self.at.following = False  # the recipe goes on behind attention
         super().__exit__(*exception)
 
 
@@ -81,7 +81,7 @@ class RecordPost(Switched, Record):
         super().__init__(call)
         self._pre = call.recipe.pre
         self._records = call.recipe.records_post
-        self._in_pre = True
+        self.at.plain_only = True  # in the pre
 
     def __enter__(self) -> Any:
         super().__enter__()
@@ -90,37 +90,37 @@ class RecordPost(Switched, Record):
         return self
 
     def attention_reached(self) -> None:
-        if self._next != len(self._pre):
-            self._leave()
-        self._in_pre = False
+        if self.at.next != len(self._pre):
+            self.leave()
+        self.at.plain_only = False
         self._switch(self._records)
 
     def __exit__(self, *exception: Any) -> None:
-        self._following &= self._records
+        self.at.following &= self._records
         super().__exit__(*exception)
         if exception[0] is None and not self._records and self.packs != self.call.recipe.packs:
-            super()._leave()
+            super().leave()
             if self._pre:  # the post may have read a product that was left out
                 raise LeftRecipe
 
-    def _leave(self) -> None:
-        super()._leave()
-        if self._in_pre:
+    def leave(self) -> None:
+        super().leave()
+        if self.at.plain_only:
             raise LeftRecipe
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if not self._in_pre:
+        if not self.at.plain_only:
             return super().__torch_dispatch__(func, types, args, kwargs)
         if types and has_inner_tensors(types):
             return NotImplemented
         kind = kind_of(func)
         if kind is OpKind.PLAIN or kind is OpKind.MUTATES:
             return func(*args, **(kwargs or {}))
-        index = self._next
+        index = self.at.next
         op: Any = self._pre[index] if index < len(self._pre) else None
         if op is None or op.func is not func or (isinstance(op, Gemm) and op.shape != op_policy.product_shape(func, args)):
-            self._leave()
-        self._next += 1
+            self.leave()
+        self.at.next += 1
         if isinstance(op, Gemm) and not op.for_post:
             return op_policy.empty_output(func, args, op.shape, op.dtype)
         if isinstance(op, Gemm) or op.kept is None:
@@ -141,7 +141,7 @@ class ReplayPost(Switched, Replay):
         return self
 
     def attention_reached(self) -> None:
-        self._next = len(self.call.recipe.pre)
+        self.at.next = len(self.call.recipe.pre)
         self.call.work.gemm_flops_recomputed += self.call.recipe.pre_flops
         self._switch(True)
 
@@ -162,7 +162,7 @@ class SupplyHeads(Replay):
 
     def __enter__(self) -> SupplyHeads:
         super().__enter__()
-        self._next = self._first_op
+        self.at.next = self._first_op
         return self
 
     def _supplied(self, index: int, op: Any) -> tuple[Any, ...]:

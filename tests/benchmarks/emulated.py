@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks import emulator
-from ds_memo.ops.builder import cuda_headers
+from ds_memo.ops.library import cuda_headers
 
 NEEDED = [
     pytest.mark.slow,

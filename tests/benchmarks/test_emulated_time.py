@@ -18,7 +18,7 @@ from benchmarks.emulated_process import compiled
 from benchmarks.emulated_time import cost_s
 from ds_memo.attention_kernel import CUDNN, FA3, FLASH
 from ds_memo.estimate import hardware
-from ds_memo.ops.builder import cuda_headers
+from ds_memo.ops.library import cuda_headers
 
 GB = 10**9
 about = functools.partial(pytest.approx, abs=1e-4)

@@ -25,9 +25,9 @@ HERE = Path(__file__).parent
 @pytest.fixture(scope="module")
 def server():
     """A server that forks processes without the op installed."""
-    from ds_memo.ops.builder import AllocatorBuilder
+    from ds_memo.ops import library
 
-    AllocatorBuilder("cpu").load()  # compiled here, so that no scenario's time goes to the compiler
+    library.load("cpu")  # compiled here, so that no scenario's time goes to the compiler
     return forkserver()
 
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from benchmarks import emulated_process
-from ds_memo.ops.builder import AllocatorBuilder, cuda_headers
+from ds_memo.ops.library import CXX_FLAGS, cuda_headers
 from tests.ops import cuda_scenarios
 from tests.ops.compiling import compiler, lacks
 
@@ -57,7 +57,7 @@ def test_it_compiles(tmp_path):
         pytest.skip(f"torch {torch.__version__} comes without c10/cuda headers")
     if cuda_headers() is None:
         pytest.skip("no CUDA runtime headers: neither a toolkit nor the packages of a CUDA build of torch")
-    flags = [*AllocatorBuilder("cuda").cxx_args(), "-O0", "-Wall", "-Werror", "-DTORCH_EXTENSION_NAME=compiled"]
+    flags = [*CXX_FLAGS, "-O0", "-Wall", "-Werror", "-DTORCH_EXTENSION_NAME=compiled"]
     if not (torch_headers / "c10" / "cuda" / "impl" / "cuda_cmake_macros.h").is_file():
         flags.append("-DC10_CUDA_NO_CMAKE_CONFIGURE_FILE")
     includes = [
@@ -67,7 +67,7 @@ def test_it_compiles(tmp_path):
         sysconfig.get_path("include"),
     ]
     command = [*compiler(), *flags, f"-I{CSRC}", *(word for i in includes for word in ("-isystem", i)), "-c"]
-    command += [CSRC / "allocator_cuda.cpp", "-o", tmp_path / "allocator_cuda.o"]
+    command += [CSRC / "ops_cuda.cpp", "-o", tmp_path / "ops_cuda.o"]
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
 
@@ -118,7 +118,7 @@ def test_what_is_missing_is_noticed(standin, tmp_path, part):
     """Negative controls: a backend that lacks something."""
     text, instead = WITHOUT[part]
     shutil.copytree(CSRC, tmp_path / "csrc")
-    source = tmp_path / "csrc" / "allocator_cuda.cpp"
+    source = tmp_path / "csrc" / "ops_cuda.cpp"
     assert source.read_text().count(text) == 1, f"{part} reads otherwise now: correct WITHOUT"
     source.write_text(source.read_text().replace(text, instead))
     code = f"""

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 LISTED = Path(__file__).parents[1] / "data" / "cuda_allocator_virtuals.json"
-BACKEND = Path(__file__).parents[2] / "ops" / "csrc" / "allocator_cuda.cpp"
+BACKEND = Path(__file__).parents[2] / "ops" / "csrc" / "ops_cuda.cpp"
 CLASSES = {
     "c10/core/Allocator.h": "Allocator",
     "c10/core/CachingDeviceAllocator.h": "DeviceAllocator",

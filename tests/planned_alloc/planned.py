@@ -14,14 +14,14 @@ import torch
 from torch import nn
 
 import ds_memo
+from ds_memo.ops import library
 from ds_memo.ops.allocator import Allocator
-from ds_memo.ops.builder import AllocatorBuilder
 from tests.models import Batch, Outcome, assert_same
 
 BATCH = Batch.random(4, 128)  # 512 tokens of 64 floats: 128 KiB
 CONFIG = {"alpha": 0.5, "resident_layers": 1}
 BARE = {**CONFIG, "plan": {"enabled": False}}
-if missing := AllocatorBuilder("cpu").missing():
+if missing := library.missing("cpu"):
     pytest.skip("; ".join(missing), allow_module_level=True)
 CPU = Allocator(torch.device("cpu"))
 

@@ -258,7 +258,7 @@ def test_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     model = build("plain")
     want = outcomes(model, BARE, lambda m, _: step(m, BATCH), 1)[0]
-    with pytest.warns(ds_memo.MemoWarning, match="not planned: memo_allocator_cpu is not available"):
+    with pytest.warns(ds_memo.MemoWarning, match="not planned: memo_ops_cpu is not available"):
         handle = ds_memo.attach(model, CONFIG)
     bit_equal(step(model, BATCH), want)
     report = handle.report()

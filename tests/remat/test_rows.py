@@ -10,7 +10,7 @@ import torch
 
 import ds_memo
 from ds_memo.placement import EVEN_ROWS
-from ds_memo.remat import op_policy
+from ds_memo.remat import follower, op_policy
 from tests.models import HEADS, HIDDEN, Batch, Block, Different, Outcome, Toy, assert_same, compare_with_stock, step
 from tests.remat.situations import toy
 
@@ -27,7 +27,8 @@ def test_they_fill_whole_tiles_of_gemm_kernels(alpha: float, monkeypatch: pytest
 
     monkeypatch.setattr(op_policy, "compute_rows", noted)
     batch = Batch.random(2, length)
-    compare_with_stock(toy(layers=2), lambda model, _: step(model, batch), {"alpha": alpha, "resident_layers": 0}, steps=1)
+    with follower.in_python():
+        compare_with_stock(toy(layers=2), lambda model, _: step(model, batch), {"alpha": alpha, "resident_layers": 0}, steps=1)
     ((m, first),) = seen
     assert m == rows and (m - first) % EVEN_ROWS == 0 and alpha * m - EVEN_ROWS < first <= alpha * m
 
@@ -80,7 +81,8 @@ def off_by(monkeypatch: pytest.MonkeyPatch, steps: int, scale: float, dtype: tor
     model, stock = (with_large_logits(scale, dtype) for _ in range(2))
     handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 0})
     monkeypatch.setattr(op_policy, "compute_rows", moved)
-    got, want = step(model, batch), step(stock, batch)
+    with follower.in_python():
+        got, want = step(model, batch), step(stock, batch)
     handle.detach()
     allowed = torch.finfo(dtype).eps * (4 + largest_logit(stock, batch))
     return worst(got, want), allowed

@@ -232,7 +232,7 @@ def test_attention_that_runs_again(monkeypatch: Patch) -> None:
     def recompute(right: Any, mode: Any, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func not in ATTENTION:
             return right(mode, func, types, args, kwargs)
-        mode._next += 1
+        mode.at.next += 1
         return func(*args, **(kwargs or {}))
 
     put_in(monkeypatch, modes.SupplyHeads, "__torch_dispatch__", recompute)

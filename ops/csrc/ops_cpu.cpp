@@ -7,6 +7,7 @@
 
 #include "allocator_core.h"
 #include "allocator_python.h"
+#include "checkpoint.h"
 
 namespace ds_memo {
 namespace {
@@ -149,4 +150,6 @@ struct Cpu {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.doc() = "ds_memo's allocator op on CPU; see ds_memo.ops.allocator";
   ds_memo::bind<ds_memo::Cpu>(m);
+  ds_memo::remat::bind_follower(m);
+  ds_memo::remat::bind_checkpoint(m);
 }

@@ -18,6 +18,7 @@
 
 #include "allocator_core.h"
 #include "allocator_python.h"
+#include "checkpoint.h"
 
 #define DS_MEMO_TORCH (TORCH_VERSION_MAJOR * 100 + TORCH_VERSION_MINOR)
 #if DS_MEMO_TORCH < 211
@@ -417,4 +418,6 @@ struct Cuda {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.doc() = "ds_memo's allocator op on CUDA; see ds_memo.ops.allocator";
   ds_memo::bind<ds_memo::Cuda>(m);
+  ds_memo::remat::bind_follower(m);
+  ds_memo::remat::bind_checkpoint(m);
 }
