@@ -7,20 +7,23 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.autograd.graph import Node
 
+from ds_memo.remat import follower
 from ds_memo.remat.autocast import without_autocast
 from ds_memo.remat.modes import inside_tiles
 from ds_memo.tiles.graph import graph_of
 
-_PRODUCTS = {"MmBackward0": ("_saved_self", 0, 1), "AddmmBackward0": ("_saved_mat1", 1, 2)}
-"""By autograd's name of a product: where its left operand is saved, and the positions of its two operands' gradients."""
-_TRANSPOSES = ("TBackward0", "TransposeBackward0")
-_CASTS = ("ToCopyBackward0",)
+_LEFT = {"MmBackward0": ("_saved_self", 0), "AddmmBackward0": ("_saved_mat1", 1)}
+"""By autograd's name of a product: where its left operand is saved, and the position of that operand's gradient."""
+_RIGHT = {"MmBackward0": 1, "AddmmBackward0": 2}
+"""The position of the right operand's gradient."""
+_THROUGH = {"TBackward0": True, "TransposeBackward0": True, "ToCopyBackward0": False}
+"""By autograd's name of what may stand between a weight and a product: True if it transposes."""
 _ROWS = 4096
 """Rows of a sum that are scaled at a time."""
 
@@ -52,7 +55,7 @@ class GradientSums:
         hooks = [
             node.register_prehook(
                 lambda gradients, i=index, node=node, transposed=transposed: add_product(
-                    i, getattr(node, _PRODUCTS[node.name()][0]), transposed, gradients[0]
+                    i, getattr(node, _LEFT[node.name()][0]), transposed, gradients[0]
                 )
             )
             for index, of_one in products.items()
@@ -132,39 +135,42 @@ def weight_products(outputs: Sequence[torch.Tensor], parameters: Sequence[torch.
     Returns:
         By index of the parameter, the products, each with True if the weight is transposed there (F.linear).
     """
-    parents: dict[Node, list[tuple[Node, int]]] = {}
-    leaves: dict[int, Node] = {}
+    library = follower.library()
+    uses = (_weight_uses if library is None else library.weight_uses)([*outputs], [*parameters], _RIGHT, _THROUGH)
+    return {index: of_one for index, of_one in uses.items() if all(use is not None and _is_plain(use[0]) for use in of_one)}
+
+
+def _weight_uses(
+    outputs: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], products: dict[str, int], through: dict[str, bool]
+) -> dict[int, list[tuple[Node, bool] | None]]:
+    """Find what autograd reaches matrices among the parameters through. ops/csrc/tile_graph.h does the same.
+
+    Returns:
+        By index of the parameter its uses: products, as in :func:`weight_products`, and None for any other.
+    """
+    indices = {id(parameter): index for index, parameter in enumerate(parameters) if parameter.dim() == 2}
+    uses: dict[int, list[tuple[Node, bool] | None]] = {}
     for node, next_functions in graph_of(outputs):
-        if not next_functions and (variable := getattr(node, "variable", None)) is not None:
-            leaves[id(variable)] = node
+        name = node.name()
+        if name in through:  # those that use its result count
+            continue
         for position, (below, _) in enumerate(next_functions):
-            if below is not None:
-                parents.setdefault(below, []).append((node, position))
-    found = {}
-    for index, parameter in enumerate(parameters):
-        leaf = leaves.get(id(parameter))
-        products = list(_products(leaf, parents, False)) if leaf is not None and parameter.dim() == 2 else []
-        if products and None not in products:
-            found[index] = products
-    return found
+            transposed = False
+            while below is not None and (passed := below.name()) in through:
+                transposed ^= through[passed]
+                below = below.next_functions[0][0]
+            is_leaf = below is not None and not below.next_functions
+            index = indices.get(id(getattr(below, "variable", None))) if is_leaf else None
+            if index is not None:
+                uses.setdefault(index, []).append((node, transposed) if products.get(name) == position else None)
+    return uses
 
 
-def _products(node: Node, parents: dict[Node, list[tuple[Node, int]]], transposed: bool) -> Iterator[Any]:
-    """Yield the products that a weight goes into, and None for any other use of it."""
-    for parent, position in parents.get(node, ()):
-        name = parent.name()
-        if name in _TRANSPOSES or name in _CASTS:
-            yield from _products(parent, parents, transposed ^ (name in _TRANSPOSES))
-        elif name in _PRODUCTS and position == _PRODUCTS[name][2] and _is_plain(parent, _PRODUCTS[name][1]):
-            yield parent, transposed
-        else:
-            yield None
-
-
-def _is_plain(product: Any, left: int) -> bool:
+def _is_plain(product: Any) -> bool:
     """Return True if a product has no factor, its left operand's gradient is wanted, so that the backward comes to it, and the
     operand is at hand: a checkpoint inside the layer would give it once."""
-    held = getattr(product, _PRODUCTS[product.name()][0].replace("_saved", "_raw_saved"))
+    saved, left = _LEFT[product.name()]
+    held = getattr(product, saved.replace("_saved", "_raw_saved"))
     plain = product.next_functions[left][0] is not None and getattr(product, "_saved_alpha", 1) == 1
     return plain and getattr(held, "unpack_hook", None) is None
 
