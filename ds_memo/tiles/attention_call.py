@@ -96,9 +96,10 @@ _LEAVES = (torch.Tensor, nn.Module, int, float, str, type(None))
 def _flatten(args: tuple, kwargs: dict[str, Any]) -> tuple[list[Any], TreeSpec]:
     """Return ``tree_flatten((args, kwargs))``, which takes 30 µs, in less time where no argument is a container."""
     leaves = [*args, *kwargs.values()]
-    if all(isinstance(leaf, _LEAVES) or tree_is_leaf(leaf) for leaf in leaves):
-        return leaves, _spec(len(args), tuple(kwargs))
-    return tree_flatten((args, kwargs))
+    for leaf in leaves:
+        if not (isinstance(leaf, _LEAVES) or tree_is_leaf(leaf)):
+            return tree_flatten((args, kwargs))
+    return leaves, _spec(len(args), tuple(kwargs))
 
 
 @functools.lru_cache(maxsize=64)
@@ -174,11 +175,11 @@ def run_with_attention(
 class _Catching(Undoing):
     """Have `handler` get the calls of attention inside the block."""
 
-    __slots__ = ("_before", "_depth", "_handler", "_sdpa")
+    __slots__ = ("_handler", "_sdpa")
 
     def __init__(self, handler: Callable[[AttentionCall], Any], sdpa: bool) -> None:
-        super().__init__(self._put_back)
-        self._before, self._depth = _thread.handler, _len_torch_function_stack()
+        # No method of its own, which would leave a circle: a handler holds a tile's tensors.
+        super().__init__(functools.partial(_put_back, _thread.handler, _len_torch_function_stack()))
         self._handler, self._sdpa = handler, sdpa
 
     def __enter__(self) -> None:
@@ -187,10 +188,11 @@ class _Catching(Undoing):
         if self._sdpa:
             _push_on_torch_function_stack(_CatchSdpa())
 
-    def _put_back(self) -> None:
-        _thread.handler = self._before
-        while _len_torch_function_stack() > self._depth:
-            _pop_torch_function_stack()
+
+def _put_back(handler: Callable[[AttentionCall], Any] | None, depth: int) -> None:
+    _thread.handler = handler
+    while _len_torch_function_stack() > depth:
+        _pop_torch_function_stack()
 
 
 def _caught(fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:

@@ -38,7 +38,7 @@ from ds_memo.remat.layer_state import Before
 from ds_memo.remat.modes import running_tiles
 from ds_memo.remat.recipe import Recipe, remember
 from ds_memo.remat.replay import Replay
-from ds_memo.remat.tensors import storage_of, tensor_leaves
+from ds_memo.remat.tensors import storage_of
 from ds_memo.remat.undo import Undoing, stacks_restored
 from ds_memo.sequence.mixers import fitting
 from ds_memo.sequence.parts import parts_of
@@ -304,7 +304,8 @@ class TiledCall:
             records = tile.recipe.records_pre and tile.followed
             mode = RecordPre(tile.call) if records else None
             reached, inputs, left = self._runs.run(span, x, carry, mode or nullcontext(), seed=tile.seed)
-            self._refuse_other_gradients([*tensor_leaves(reached.leaves), *left], inputs)
+            ends = [leaf for leaf in reached.leaves if isinstance(leaf, torch.Tensor)]
+            self._refuse_other_gradients([*ends, *left], inputs)
             if mode is not None:
                 tile.followed = mode.followed
             gathered.add(number, reached)

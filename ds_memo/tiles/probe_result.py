@@ -32,7 +32,7 @@ class Returned:
     """Shape of the tensor for one sequence and some tokens."""
 
     def tensor(self, result: Any) -> torch.Tensor:
-        return tree_leaves(result)[self.index]
+        return result if isinstance(result, torch.Tensor) else tree_leaves(result)[self.index]
 
     def new(self, rows: int, tokens: int, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
         """Return memory for the tensor, all of a token side by side: (b, tokens, …)."""

@@ -44,20 +44,9 @@ class GradientSums:
     ) -> tuple[torch.Tensor | None, ...]:
         """Run a tile's backward: add to the sums, and return the gradients of `inputs`, None where one has none."""
         products = weight_products(outputs, self.parameters)
-        todo = sum(len(of_one) for of_one in products.values())
-
-        def add_product(index: int, left: torch.Tensor, transposed: bool, gradient: torch.Tensor) -> None:
-            nonlocal todo
-            todo -= 1
-            a, b = (gradient.t(), left) if transposed else (left.t(), gradient)
-            self._sums[index] = _plus_product(self._wide(index), a, b, self.parameters[index].dtype)
-
+        reached: list[int] = []
         hooks = [
-            node.register_prehook(
-                lambda gradients, i=index, node=node, transposed=transposed: add_product(
-                    i, getattr(node, _LEFT[node.name()][0]), transposed, gradients[0]
-                )
-            )
+            node.register_prehook(functools.partial(self._add_product, reached, index, node, transposed))
             for index, of_one in products.items()
             for node, transposed in of_one
         ]
@@ -69,11 +58,20 @@ class GradientSums:
         finally:
             for hook in hooks:
                 hook.remove()
-        assert not todo, "a weight's product was not reached by the backward"
+        assert len(reached) == len(hooks), "a weight's product was not reached by the backward"
         for index, gradient in zip(others, found[len(inputs) :], strict=True):
             if gradient is not None:
                 self.add(index, gradient)
         return found[: len(inputs)]
+
+    def _add_product(
+        self, reached: list[int], index: int, node: Any, transposed: bool, gradients: Sequence[torch.Tensor]
+    ) -> None:
+        """Add a weight's gradient by one product, when the backward comes there."""
+        reached.append(index)
+        left, gradient = getattr(node, _LEFT[node.name()][0]), gradients[0]
+        a, b = (gradient.t(), left) if transposed else (left.t(), gradient)
+        self._sums[index] = _plus_product(self._wide(index), a, b, self.parameters[index].dtype)
 
     def follow(self, parameters: Sequence[torch.Tensor]) -> None:
         """Go on with other aliases of the same parameters."""
