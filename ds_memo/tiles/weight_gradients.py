@@ -39,8 +39,8 @@ class GradientSums:
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
-        self.parameters = list(parameters)
-        self._sums: list[torch.Tensor | None] = [None] * len(self.parameters)
+        self._sums: list[torch.Tensor | None] = []
+        self.follow(parameters)
 
     def backward(
         self, outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
@@ -74,11 +74,13 @@ class GradientSums:
         reached.append(index)
         left, gradient = getattr(node, _LEFT[node.name()][0]), gradients[0]
         a, b = (gradient.t(), left) if transposed else (left.t(), gradient)
-        self._sums[index] = _plus_product(self._wide(index), a, b, self.parameters[index].dtype)
+        self._sums[index] = _plus_product(self._wide(index), a, b, self._dtypes[index])
 
     def follow(self, parameters: Sequence[torch.Tensor]) -> None:
         """Go on with other aliases of the same parameters."""
         self.parameters = list(parameters)
+        self._dtypes = [_sum_dtype(parameter.dtype) for parameter in self.parameters]
+        """In which they are summed."""
         self._sums = self._sums or [None] * len(self.parameters)
 
     def scale(self, factor: torch.Tensor) -> None:
@@ -102,13 +104,13 @@ class GradientSums:
     def add(self, index: int, gradient: torch.Tensor) -> None:
         total = self._wide(index)
         if total is None:
-            self._sums[index] = gradient.to(_sum_dtype(gradient.dtype), copy=True, memory_format=torch.contiguous_format)
+            self._sums[index] = gradient.to(self._dtypes[index], copy=True, memory_format=torch.contiguous_format)
         else:
             self._sums[index] = total.add_(gradient)
 
     def _wide(self, index: int) -> torch.Tensor | None:
         total = self._sums[index]
-        return None if total is None else total.to(_sum_dtype(total.dtype))
+        return None if total is None else total.to(self._dtypes[index])
 
 
 @functools.cache
@@ -176,9 +178,8 @@ def _is_plain(product: Any) -> bool:
     return plain and getattr(held, "unpack_hook", None) is None
 
 
-def _plus_product(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _plus_product(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor, wide: torch.dtype) -> torch.Tensor:
     """Return ``total + a @ b``, summed in float32 or wider, in place where there is a total."""
-    wide = _sum_dtype(dtype)
     if a.is_cuda and a.dtype != wide and wide is torch.float32:
         if total is None:
             return torch.mm(a, b, out_dtype=wide)
