@@ -7,6 +7,8 @@
 // A Checkpoint is one call. A Rerun is its run for one backward: retain_graph has more of them.
 #pragma once
 
+#include <ATen/SavedTensorHooks.h>
+#include <ATen/core/PythonFallbackKernel.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/saved_variable.h>
 
@@ -201,6 +203,29 @@ inline PyObject* unpack(PyObject*, PyObject* argument) {
 }
 inline PyMethodDef unpack_def{"unpack", unpack, METH_O, nullptr};
 
+// Calls fn(*args) with a mode and saved-tensor hooks on. Afterwards this thread has the stacks that it had, whatever fn did: Ctrl-C
+// may have come between two of its own steps.
+inline py::object under(py::object mode, py::object pack, py::object unpack, const py::object& fn, const py::tuple& args) {
+  using Modes = c10::impl::TorchDispatchModeTLS;
+  using Hooks = at::SavedTensorDefaultHooks;
+  struct Before {
+    Modes modes = Modes::get_state();
+    at::impl::SavedTensorDefaultHooksTLS hooks = Hooks::get_tls_state();
+    ~Before() {
+      Hooks::set_tls_state(hooks);
+      Modes::set_state(std::move(modes));
+    }
+  } before;
+  Hooks::lazy_initialize();
+  auto* interpreter = getPyInterpreter();
+  Hooks::push_hooks({pack.release().ptr(), interpreter}, {unpack.release().ptr(), interpreter});
+  // torch would note the dispatch keys at the entry of each op, at the price of boxing its arguments once more. They are the same.
+  at::impl::MaybeSetTLSOnEntryGuard entry;
+  c10::impl::ExcludeDispatchKeyGuard no_snapshot(c10::DispatchKey::PythonTLSSnapshot);
+  Modes::push_non_infra_mode_onto_stack(std::make_shared<c10::impl::PyObject_TorchDispatchMode>(mode.release().ptr(), interpreter));
+  return fn(*args);
+}
+
 // An input of the layer, saved as autograd saves one: by the hooks that are on, and with its place in the graph.
 struct SavedInput {
   torch::autograd::SavedVariable variable;
@@ -213,6 +238,7 @@ inline void bind_checkpoint(py::module_& m) {
   m.def("checkpoint", [](py::object rerun, py::object follower) { return Object<Checkpoint>::make({std::move(rerun), std::move(follower)}); });
   m.def("pack", [](py::object checkpoint) { return hook(pack_def, checkpoint.ptr()); });
   m.def("recorded", [](py::object checkpoint) { of<Checkpoint>(checkpoint.ptr()).follower = py::none(); });
+  m.def("under", &under);
   m.attr("unpack") = hook(unpack_def, nullptr);
   m.attr("same") = hook(same_def, nullptr);
   py::class_<SavedInput>(m, "SavedInput", py::module_local())

@@ -1,4 +1,4 @@
-"""The op's build: its backend, missing tools, other processes and earlier builds."""
+"""The library's build: its backend, missing tools, other processes and earlier builds."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from deepspeed.ops.op_builder.builder import OpBuilder
 
 from ds_memo.ops import builder as module
-from ds_memo.ops.builder import AllocatorBuilder
+from ds_memo.ops import library
+from ds_memo.ops.builder import OpsBuilder
 from tests.ops.compiling import lacks, stand_in
 from tests.processes import ROOT, python
 
@@ -20,16 +20,16 @@ needs_a_compiler = pytest.mark.skipif(bool(lacks()), reason=str(lacks()))
 
 @pytest.fixture
 def not_loaded(monkeypatch):
-    """Unload the op, as in a new process."""
-    monkeypatch.setattr(OpBuilder, "_loaded_ops", {})
+    """Unload the library, as in a new process."""
+    monkeypatch.setattr(library, "_loaded", {})
 
 
 @pytest.fixture(scope="module")
 def cached() -> Path:
-    """The compiled op."""
+    """The compiled library."""
     if reason := lacks():
         pytest.skip(reason)
-    return Path(os.path.realpath(AllocatorBuilder("cpu").load().__file__))
+    return Path(os.path.realpath(library.load("cpu").__file__))
 
 
 # ---- which backend
@@ -42,40 +42,40 @@ def test_the_backend_is_the_accelerators(monkeypatch, accelerator):
             return accelerator
 
     monkeypatch.setattr(module, "get_accelerator", Accelerator)
-    builder = AllocatorBuilder()
+    builder = OpsBuilder()
     assert builder.backend == accelerator
-    assert [Path(source).name for source in builder.sources()] == [f"allocator_{accelerator}.cpp"]
+    assert [Path(source).name for source in builder.sources()] == [f"ops_{accelerator}.cpp"]
     assert all(Path(source).is_file() for source in builder.sources())
 
 
 # ---- what is missing
 
 
-def test_another_device_has_no_allocator(not_loaded, capsys):
-    builder = AllocatorBuilder("npu")
+def test_another_device_has_no_ops(not_loaded, capsys):
+    builder = OpsBuilder("npu")
     assert not builder.is_compatible(verbose=True)
-    assert "no allocator for 'npu' devices" in capsys.readouterr().out
-    assert builder.missing() == ["there is no allocator for 'npu' devices, only for cpu and cuda"]
-    with pytest.raises(RuntimeError, match="memo_allocator_npu is not available: there is no allocator for 'npu'"):
+    assert "no ops for 'npu' devices" in capsys.readouterr().out
+    assert library.missing(builder.backend) == ["there are no ops for 'npu' devices, only for cpu and cuda"]
+    with pytest.raises(RuntimeError, match="memo_ops_npu is not available: there are no ops for 'npu'"):
         builder.load()
 
 
 def test_without_a_compiler(monkeypatch, tmp_path, not_loaded):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
-    builder = AllocatorBuilder("cpu")
+    builder = OpsBuilder("cpu")
     wanted = "no C++ compiler (looked for c++, g++, clang++ on the PATH; install g++ or set CXX)"
-    assert wanted in builder.missing()
+    assert wanted in library.missing(builder.backend)
     with pytest.raises(RuntimeError, match=r"no C\+\+ compiler"):
         builder.load()
     monkeypatch.setenv("CXX", "ccache no-such-compiler")
-    assert any("(CXX is ccache no-such-compiler, which is not on the PATH" in lack for lack in builder.missing())
+    assert any("(CXX is ccache no-such-compiler, which is not on the PATH" in lack for lack in library.missing(builder.backend))
 
 
 def test_cuda_without_cuda(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", None)
-    monkeypatch.setattr(module, "cuda_headers", lambda: None)
-    lacking = AllocatorBuilder("cuda").missing()
+    monkeypatch.setattr(library, "cuda_headers", lambda: None)
+    lacking = library.missing("cuda")
     assert any(lack == f"torch {torch.__version__} is built without CUDA" for lack in lacking)
     assert any("no cuda_runtime_api.h" in lack and "install the CUDA toolkit" in lack for lack in lacking)
 
@@ -85,13 +85,13 @@ def test_cuda_headers_come_complete(monkeypatch, tmp_path):
     home = tmp_path / "toolkit"
     (home / "include").mkdir(parents=True)
     (home / "include" / "cuda_runtime_api.h").touch()
-    monkeypatch.setattr(module.cpp_extension, "CUDA_HOME", str(home))
-    monkeypatch.setattr(module, "TOOLKITS", ())
+    monkeypatch.setattr(library.cpp_extension, "CUDA_HOME", str(home))
+    monkeypatch.setattr(library, "TOOLKITS", ())
     monkeypatch.setattr(torch.version, "cuda", None)
-    assert module.cuda_headers() != home / "include"
+    assert library.cuda_headers() != home / "include"
     (home / "include" / "crt").mkdir()
     (home / "include" / "crt" / "host_defines.h").touch()
-    assert module.cuda_headers() == home / "include"
+    assert library.cuda_headers() == home / "include"
 
 
 def test_cuda_headers_are_of_torchs_cuda(monkeypatch, tmp_path):
@@ -101,12 +101,12 @@ def test_cuda_headers_are_of_torchs_cuda(monkeypatch, tmp_path):
         (home / "include" / "crt").mkdir(parents=True)
         (home / "include" / "crt" / "host_defines.h").touch()
         (home / "include" / "cuda_runtime_api.h").write_text(f"#define CUDART_VERSION  {version}\n")
-    monkeypatch.setattr(module.cpp_extension, "CUDA_HOME", str(homes[0]))
-    monkeypatch.setattr(module, "TOOLKITS", (str(homes[1]),))
+    monkeypatch.setattr(library.cpp_extension, "CUDA_HOME", str(homes[0]))
+    monkeypatch.setattr(library, "TOOLKITS", (str(homes[1]),))
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    assert module.cuda_headers() == homes[1] / "include"
+    assert library.cuda_headers() == homes[1] / "include"
     monkeypatch.setattr(torch.version, "cuda", "12.6")
-    assert module.cuda_headers() == homes[0] / "include"
+    assert library.cuda_headers() == homes[0] / "include"
 
 
 @pytest.mark.processes
@@ -128,14 +128,14 @@ def test_ninja_is_not_needed(tmp_path, cached):
 @pytest.mark.parametrize(
     "cxx, okay, says",
     [
-        (None, True, "memo_allocator_cpu: nothing is missing"),
+        (None, True, "memo_ops_cpu: nothing is missing"),
         ("no-such-compiler", False, "no C++ compiler (CXX is no-such-compiler, which is not on the PATH"),
     ],
 )
 def test_the_op_report(cached, cxx, okay, says):
     done = python("-m", "ds_memo.ops.builder", DS_ACCELERATOR="cpu", CXX=cxx)
     assert done.returncode == 0, done.stderr
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("memo_allocator_cpu .")]
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("memo_ops_cpu .")]
     assert ("OKAY" in line) == okay
     assert says in done.stdout
 
@@ -145,20 +145,20 @@ def test_the_op_report(cached, cxx, okay, says):
 
 LOAD = """
 import os
-from ds_memo.ops.builder import AllocatorBuilder
-print(os.path.realpath(AllocatorBuilder("cpu").load().__file__))
+from ds_memo.ops.builder import OpsBuilder
+print(os.path.realpath(OpsBuilder("cpu").load().__file__))
 """
 
 
 def test_other_sources_compilers_and_torches_have_their_own(monkeypatch, tmp_path, cached):
     """Each has a name of its own in the same cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(OpBuilder, "_loaded_ops", {})
+    monkeypatch.setattr(library, "_loaded", {})
 
     def built() -> int:
-        OpBuilder._loaded_ops.clear()
-        AllocatorBuilder("cpu").load()
-        return len(list((tmp_path / "cache").rglob("memo_allocator_cpu*.so")))
+        library._loaded.clear()
+        library.load("cpu")
+        return len(list((tmp_path / "cache").rglob("memo_ops_cpu*.so")))
 
     cxx, log = stand_in(tmp_path, f'cat {cached} > "$out"')
     monkeypatch.setenv("CXX", cxx)
@@ -167,8 +167,8 @@ def test_other_sources_compilers_and_torches_have_their_own(monkeypatch, tmp_pat
     counts.append(built())
     monkeypatch.setattr(torch, "__version__", "9.9.9")
     counts.append(built())
-    shutil.copytree(module.SOURCES, tmp_path / "csrc")
-    monkeypatch.setattr(module, "SOURCES", tmp_path / "csrc")
+    shutil.copytree(library.SOURCES, tmp_path / "csrc")
+    monkeypatch.setattr(library, "SOURCES", tmp_path / "csrc")
     counts.append(built())
     (tmp_path / "csrc" / "allocator_core.h").write_text("// other\n")
     counts += [built(), built()]
@@ -191,15 +191,15 @@ def test_it_is_built_ahead_of_time(tmp_path):
         shutil.copy(ROOT / name, source)
     target = tmp_path / "target"
     words = ["-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--target", target, source]
-    done = python(*words, timeout=500, PYTHONPATH=None, DS_BUILD_MEMO_ALLOCATOR="1")
+    done = python(*words, timeout=500, PYTHONPATH=None, DS_BUILD_MEMO_OPS="1")
     assert done.returncode == 0, done.stdout + done.stderr
-    (built,) = (target / "ds_memo" / "ops").glob("memo_allocator_cpu_op*.so")
+    (built,) = (target / "ds_memo" / "ops").glob("memo_ops_cpu_op*.so")
 
     elsewhere = {"cwd": tmp_path, "PYTHONPATH": str(target), "XDG_CACHE_HOME": str(tmp_path / "cache")}
     done = python("-c", LOAD, PATH="", **elsewhere)  # without a compiler
     assert done.returncode == 0 and done.stdout.splitlines()[-1] == str(built), done.stderr
     done = python("-m", "ds_memo.ops.builder", DS_ACCELERATOR="cpu", **elsewhere)
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("memo_allocator_cpu .")]
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("memo_ops_cpu .")]
     assert "YES" in line
 
     other = "import torch; torch.__version__ = '9.9.9'; " + LOAD  # built for another torch: compiled anew
@@ -219,5 +219,5 @@ sys.modules["torch"] = None
 sys.argv = ["setup.py", "build_ext"]
 runpy.run_path({setup!r}, run_name="__main__")
 """
-    done = python("-c", code, DS_BUILD_MEMO_ALLOCATOR="1", cwd=tmp_path)
+    done = python("-c", code, DS_BUILD_MEMO_OPS="1", cwd=tmp_path)
     assert done.returncode == 1 and "needs torch and deepspeed to be installed first" in done.stderr

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from deepspeed.ops.op_builder.builder import OpBuilder
 from torch import nn
 
 import ds_memo
+from ds_memo.ops import library
 from ds_memo.ops.allocator import MIN_BYTES, Allocator
 from ds_memo.planned_alloc import runtime as addresses
+from ds_memo.remat import follower
 from tests.everyday import everyday
 from tests.inside import inside
 from tests.models import Batch, Toy, build, step
@@ -136,11 +137,11 @@ def test_kept_outputs_leave_from_where_they_were_born_and_come_back_to_planned_a
         streams, seen = inside(counting.handle).engine.streams, {"d2h": [], "h2d": []}
         copy_ = streams.copy
 
-        def watch(stream: str, dst: torch.Tensor, src: torch.Tensor) -> None:
+        def watch(stream: str, dst: torch.Tensor, src: torch.Tensor, *where: int) -> None:
             storage = (src if stream == "d2h" else dst).untyped_storage()
             if storage.nbytes() >= MIN_BYTES["cpu"]:
                 seen[stream].append(CPU.owns(storage.data_ptr()))
-            copy_(stream, dst, src)
+            copy_(stream, dst, src, *where)
 
         streams.copy = watch
         step(model, BATCH)
@@ -253,15 +254,19 @@ def test_blocks_are_kept_whole_for_a_profile_only_where_one_will_be_made(tmp_pat
 @pytest.mark.processes
 def test_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """tests/test_compiled.py has each fault of a build."""
-    monkeypatch.setattr(OpBuilder, "_loaded_ops", {})
+    monkeypatch.setattr(library, "_loaded", {})
+    for name in ("library", "why"):
+        monkeypatch.setattr(follower._Process, name, None)
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     model = build("plain")
-    want = outcomes(model, BARE, lambda m, _: step(m, BATCH), 1)[0]
+    with pytest.warns(ds_memo.MemoWarning, match="record and replay run in Python, .* memo_ops_cpu is not available: no C"):
+        want = outcomes(model, BARE, lambda m, _: step(m, BATCH), 1)[0]
     with pytest.warns(ds_memo.MemoWarning, match="not planned: memo_ops_cpu is not available"):
         handle = ds_memo.attach(model, CONFIG)
     bit_equal(step(model, BATCH), want)
     report = handle.report()
+    assert report["host"]["record_and_replay"]["way"] == "Python"
     assert report["plan"] is None and "no C++ compiler" in report["warnings"][0]
     handle.detach()
 
