@@ -39,7 +39,7 @@ from benchmarks import check_tiles, host, memory, results
 from benchmarks.noise import distance, noise
 from benchmarks.timing import clear
 from benchmarks.workloads import AttentionOps, dtype_of
-from ds_memo.swap.streams import H2D, CudaStreams
+from ds_memo.swap.streams import H2D, CudaStreams, bytes_of
 from ds_memo.units import GIB
 from tests import models
 
@@ -136,12 +136,12 @@ class DelayedCudaStreams(CudaStreams):
         super().__init__(device)
         self._random = random.Random(seed)
 
-    def copy(self, stream: str, dst: torch.Tensor, src: torch.Tensor) -> None:
+    def copy(self, stream: str, dst: torch.Tensor, src: torch.Tensor, nbytes: int, dst_at: int = 0, src_at: int = 0) -> None:
         with torch.cuda.stream(self._copy_streams[stream]):
             torch.cuda._sleep(self._random.choice((0, 100_000, 2_000_000)))
             if stream == H2D:
-                dst.fill_(float("nan") if dst.is_floating_point() else -1)
-        super().copy(stream, dst, src)
+                bytes_of(dst, dst_at, nbytes).fill_(0xFF)
+        super().copy(stream, dst, src, nbytes, dst_at, src_at)
 
 
 def short_sequences(device: torch.device, dtype: torch.dtype) -> models.Batch:

@@ -36,10 +36,10 @@ class Link:
         """Issue the copies and return an event behind each."""
         events = []
         if out:
-            self._streams.copy(D2H, self.there, self._tensors[0])
+            self._streams.copy(D2H, self.there, self._tensors[0], self.nbytes)
             events.append(self._streams.mark(D2H))
         if back:
-            self._streams.copy(H2D, self._tensors[1], self._back_from)
+            self._streams.copy(H2D, self._tensors[1], self._back_from, self.nbytes)
             events.append(self._streams.mark(H2D))
         return events
 

@@ -69,8 +69,11 @@ def measure_drives(files: DirectFiles, host_budget: int, device: torch.device) -
 
 def _copy(streams: Streams, stream: str, block: Block, there: torch.Tensor) -> None:
     streams.wait(stream, streams.mark(COMPUTE))
-    for view, part in zip((views := block.views(0, block.nbytes)), there.split([view.numel() for view in views]), strict=True):
-        streams.copy(stream, *((view, part) if stream == D2H else (part, view)))
+    for memory, begin, at, nbytes in block.parts(0, block.nbytes):
+        if stream == D2H:
+            streams.copy(stream, memory, there, nbytes, begin, at)
+        else:
+            streams.copy(stream, there, memory, nbytes, at, begin)
 
 
 def _rate(move: Callable[[Block, Extent], DirectTransfer], blocks: list[tuple[Block, Extent]], seconds: float) -> float:

@@ -48,8 +48,6 @@ class Filed:
     extent: Extent | None = None
     transfer: DirectTransfer | None = None
     """The latest. None in state `reading`: it is being issued, or Ctrl-C came meanwhile."""
-    indices: tuple[int, ...] = ()
-    """Those of the kept tensors that the block holds."""
 
 
 class FileHome(Home):
@@ -74,7 +72,7 @@ class FileHome(Home):
     # ---- forward
 
     def takes(self, frame: Frame) -> None:
-        frame.filed = Filed(indices=tuple(frame.rows))
+        frame.filed = Filed()
         self._frames["in_host"].add(frame)
         if frame.placement.nvme:
             self._write(frame)
@@ -114,7 +112,6 @@ class FileHome(Home):
                 f"frame {frame.name} could not be read back, and this backward is lost: {failure}; look at the drive (dmesg)"
             ) from failure
         self._move(frame, "in_both")
-        frame.rows = {index: frame.layout.kept[index].rows_in(frame.block) for index in filed.indices}
 
     def read_ahead(self, frame: Frame) -> None:
         """Read blocks of frames below, the next of the backward first, while host memory has room."""

@@ -89,7 +89,7 @@ class CopyBench:
         self._synchronize()
         start = time.perf_counter()
         for _ in range(times):
-            streams.copy(stream, *next(self._ends[stream]))
+            streams.copy(stream, *next(self._ends[stream]), self.chunk)
         streams.wait(COMPUTE, streams.mark(stream))
         self._synchronize()
         return time.perf_counter() - start

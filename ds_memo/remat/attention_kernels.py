@@ -76,6 +76,8 @@ def use(device: torch.device, configured: str | None, warn: Callable[[str], None
 def running() -> Set[str]:
     """Return FA3 or FA4, if PyTorch's flash ops run it."""
     active = torch_attention.current_flash_attention_impl()
+    if active is None:  # the usual case, asked twice per layer call
+        return frozenset()
     return frozenset(name for name, (theirs, _) in _PACKAGES.items() if theirs == active)
 
 

@@ -55,11 +55,14 @@ def run_by_cpp(
     states = states_now(device) if preserve_rng_state else None
     again = functools.partial(_again, library, inputs, lifted.replay, states, device, autocast_now(), replay)
     checkpoint = library.checkpoint(again, mode.at)
+    raised = True
     try:
-        with saved_tensors_hooks(library.pack(checkpoint), library.unpack), mode:
-            return lifted.fn(*lifted.args)
+        out = library.under(mode, library.pack(checkpoint), library.unpack, lifted.fn, lifted.args)
+        raised = False
     finally:
+        mode.ends(raised)
         library.recorded(checkpoint)
+    return out
 
 
 def _again(
@@ -82,8 +85,12 @@ def _again(
             for kind, enabled, dtype in autocast:
                 if torch.amp.is_autocast_available(kind):
                     stack.enter_context(torch.amp.autocast(kind, dtype, enabled))
-        with saved_tensors_hooks(pack, library.same), replay():
-            run(*args)
+        mode = replay()
+        mode.begins()
+        try:
+            library.under(mode, pack, library.same, run, tuple(args))
+        finally:
+            mode.ends()
 
 
 def run_by_torch(

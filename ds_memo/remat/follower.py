@@ -27,7 +27,10 @@ from ds_memo.remat.undo import changed
 
 TORCHS = ((2, 11), (2, 15))
 """The first and the last torch whose interpreter's table is known. In others Python follows."""
-COST = "record and replay run in Python, which takes the host 2 to 3 times as long per layer as torch.utils.checkpoint"
+COST = (
+    "record and replay run in Python, which takes the host about twice as long per layer as torch.utils.checkpoint. "
+    "Training goes on; install what is missing for the C++ ({})"
+)
 
 
 class PythonFollower:
@@ -40,8 +43,6 @@ class PythonFollower:
         """Number of tensors that autograd has saved."""
         self.following = True
         """False: the call has left its recipe."""
-        self.plain_only = False
-        """True: C++ leaves all ops of the recipe to Python."""
         self.noted: list[torch.Tensor] | None = None
         """Takes what autograd saves; None: it is counted."""
         self.flops = 0
@@ -66,12 +67,12 @@ class PythonFollower:
         del self._left_out[storage]
 
 
-class _Process:
-    """What this process follows recipes by."""
+class _Followed:
+    """What follows recipes in this process."""
 
     library: ModuleType | None = None
     why: str | None = None
-    """Why there is no library; None: nobody has asked."""
+    """Why there is no library; None: it was not looked for yet."""
     in_python = False
     """True: Python follows, whatever there is."""
 
@@ -82,18 +83,18 @@ def library(warn: Callable[[str], None] = warn) -> ModuleType | None:
     Args:
         warn: called, by the first model alone, with the reason why there is none.
     """
-    if _Process.library is None and _Process.why is None:
-        _Process.library, _Process.why = _load(warn)
-        if _Process.library is None:
-            warn(f"{COST}: {_Process.why}")
-    return None if _Process.in_python else _Process.library
+    if _Followed.library is None and _Followed.why is None:
+        _Followed.library, _Followed.why = _load(warn)
+        if _Followed.library is None:
+            warn(COST.format(_Followed.why))
+    return None if _Followed.in_python else _Followed.library
 
 
 def way() -> dict[str, Any]:
     """Return how record and replay go, for the report: "C++" with the ops of this process so far, or "Python" and why."""
     found = library()
     if found is None:
-        return {"way": "Python", "why": "asked for" if _Process.in_python else _Process.why}
+        return {"way": "Python", "why": "asked for" if _Followed.in_python else _Followed.why}
     in_cpp, in_python = found.counts()
     return {"way": "C++", "ops_in_cpp": in_cpp, "ops_in_python": in_python}
 
@@ -101,7 +102,7 @@ def way() -> dict[str, Any]:
 @contextmanager
 def in_python() -> Iterator[None]:
     """Have Python follow in calls that begin inside the block: the reference that C++ is compared with."""
-    with changed(_Process, "in_python", True):
+    with changed(_Followed, "in_python", True):
         yield
 
 
@@ -129,8 +130,8 @@ def _install(found: ModuleType) -> None:
     found.raises(_StopRecomputationError, CheckpointError, getattr(torch._C, "_get_graph_exec_group", None))
 
 
-_NUMBERS = {OpKind.PLAIN: 0, OpKind.GEMM: 1, OpKind.BATCHED: 2, OpKind.MUTATES: 3}
-_OTHER = 4
+_NUMBERS = {OpKind.PLAIN: 0, OpKind.GEMM: 1, OpKind.BATCHED: 2, OpKind.MUTATES: 3, OpKind.ATTENTION: 4, OpKind.CHOICE: 4}
+_OTHER = 5
 
 
 def _describe(name: str, overload: str) -> tuple[int, bool, bool, bool, bool, bool]:

@@ -87,15 +87,24 @@ def lift_keywords(fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -
 
     A tensor that is passed twice is lifted once, and the replay gets one tensor: layers test identity (``key is query``).
     """
-    given = {id(value) for value in args if isinstance(value, torch.Tensor)}
-    lifted = [
-        name for name, value in kwargs.items() if isinstance(value, torch.Tensor) and (value.requires_grad or id(value) in given)
-    ]
-    rest = {name: value for name, value in kwargs.items() if name not in lifted}
-    positional, values = len(args), (*args, *(kwargs[name] for name in lifted))
+    given, containers = set(), {}
+    for position, value in enumerate(args):
+        if isinstance(value, torch.Tensor):
+            given.add(id(value))
+        elif isinstance(value, (dict, list)):
+            containers[position] = value
+    lifted, rest, has_containers = [], {}, bool(containers)
+    for name, value in kwargs.items():
+        if isinstance(value, torch.Tensor):
+            if value.requires_grad or id(value) in given:
+                lifted.append(name)
+                continue
+        elif isinstance(value, (dict, list)):
+            has_containers = True
+        rest[name] = value
+    positional, values = len(args), (*args, *[kwargs[name] for name in lifted])
     call = _with_keywords(fn, positional, lifted, rest)
-    containers = {position: value for position, value in enumerate(args) if isinstance(value, (dict, list))}
-    if not containers and not any(isinstance(value, (dict, list)) for value in rest.values()):
+    if not has_containers:
         return _each_once(Lifted(call, call, values, rest))
     # The layer may add to a container that it was given, or remove from it: the replay gets copies made before the forward.
     original = _containers_copied((containers, rest))

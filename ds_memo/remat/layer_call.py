@@ -40,8 +40,9 @@ class LayerCall:
     """Found out by a runner's `refusal`, for its `run`."""
 
     def __post_init__(self) -> None:
-        called = partial(self.forward, *self.args, **self.kwargs)  # partials of partials are one
-        self.forward, self.args, self.kwargs = called.func, called.args, called.keywords
+        if isinstance(self.forward, partial):
+            called = partial(self.forward, *self.args, **self.kwargs)  # partials of partials are one
+            self.forward, self.args, self.kwargs = called.func, called.args, called.keywords
 
     @property
     def recomputes(self) -> bool:

@@ -14,12 +14,14 @@ import operator
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from ds_memo.errors import MemoError
+from ds_memo.remat import follower
 from ds_memo.remat.random_states import GENERATORS, GLOBAL_GENERATORS, another, set_states, state_of, states_of
 from ds_memo.remat.tensors import storage_of
 from ds_memo.remat.undo import Undoing
@@ -36,7 +38,6 @@ _HOOKS = (
     "_forward_pre_hooks_with_kwargs",
 )
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-_NO_PARAMETERS: dict[str, Any] = {}
 _PLAIN_TENSORS = {torch.Tensor, nn.Parameter, type(None)}
 """Types of tensors that are put in parameters' places. FSDP2 exchanges others by itself, by hooks."""
 PLAIN: set[type] = {bool, int, float, str, type(None)}
@@ -47,21 +48,35 @@ _MERGED = "merged_adapters"
 """PEFT's list of the adapters that are in a weight's values now."""
 
 
-class Settings(NamedTuple):
-    keys: frozenset[str]
-    """All attributes that it has."""
+class Attributes(NamedTuple):
+    """Attributes of a part, as far as they are known. layer_settings.h reads the first four fields by their numbers."""
+
+    table: dict[str, Any]
+    size: int
+    """Number of all that it has."""
+    weights: int
+    """Number of its parameters."""
     names: tuple[str, ...]
-    values: tuple[Any, ...]
+    """Those that are settings."""
+    keys: frozenset[str]
+    """All that it has."""
+    values_in: Callable[[dict[str, Any]], tuple[Any, ...]]
+    """Returns their values in the part's table."""
+
+
+class Settings(NamedTuple):
+    attributes: Attributes
+    values: list[Any]
     parameters: dict[str, Any]
     """Tensors by their parameter's name. ``torch.func.functional_call`` puts others in their places while the model runs."""
-    buffers: tuple[torch.Tensor | None, ...]
-    hooks: tuple[list[Any], ...]
+    buffers: list[torch.Tensor | None]
+    hooks: list[list[Any]]
     """Contents of the tables _HOOKS; empty: no forward hook is there."""
 
     def are(self, now: Settings) -> bool:
         """Return True if nothing has been set since."""
         return (
-            self.names is now.names
+            self.attributes is now.attributes
             and all(map(operator.is_, self.values, now.values))
             and self.parameters.keys() == now.parameters.keys()
             and all(tensor is now.parameters[name] for name, tensor in self.parameters.items())
@@ -72,6 +87,8 @@ class Settings(NamedTuple):
 
 class ModulePart:
     """A module of the layer."""
+
+    __slots__ = ("attributes", "path", "table", "weights", "writes")
 
     def __init__(self, path: str, module: nn.Module, weights: Iterable[str]) -> None:
         self.path = path
@@ -84,42 +101,41 @@ class ModulePart:
 
     def refresh(self) -> None:
         """Learn which attributes are settings."""
-        self.keys = frozenset(self.table)
-        self.names = tuple([name for name, value in self.table.items() if _is_setting(name, value)])
-        self._values: Callable[[dict[str, Any]], tuple[Any, ...]] = operator.itemgetter(*self.names)
+        names = tuple([name for name, value in self.table.items() if _is_setting(name, value)])
+        keys, sizes = frozenset(self.table), (len(self.table), len(self.weights))
+        self.attributes = Attributes(self.table, *sizes, names, keys, operator.itemgetter(*names))
 
-    def settings(self) -> Settings:
+    def note(self, noted: list[Any]) -> None:
+        """Add the settings to a list, for :func:`noted_settings`."""
         table = self.table
-        if len(table) != len(self.keys):
+        if len(table) != self.attributes.size:
             self.refresh()
         try:
-            values = self._values(table)
+            values = self.attributes.values_in(table)
         except KeyError:
             self.refresh()
-            values = self._values(table)
-        hooks: tuple[list[Any], ...] = ()
-        if table["_forward_hooks"] or table["_forward_pre_hooks"]:
-            hooks = tuple([contents_of(table[name]) for name in _HOOKS])
-        buffers = table["_buffers"]
-        return Settings(self.keys, self.names, values, self._parameters(), tuple(buffers.values()) if buffers else (), hooks)
+            values = self.attributes.values_in(table)
+        noted.append(self.attributes)
+        noted += values
+        parameters = table["_parameters"]
+        if len(parameters) < self.attributes.weights:  # a plain tensor was set in a parameter's place
+            missing = self.weights.difference(parameters)
+            parameters = dict(parameters.items()) | {name: table[name] for name in missing if name in table}
+        _note_items(parameters, noted)
+        _note_items(table["_buffers"], noted)
+        hooked = table["_forward_hooks"] or table["_forward_pre_hooks"]
+        noted.append(bool(hooked))
+        if hooked:
+            for name in _HOOKS:
+                _note_items(table[name], noted)
 
-    def _parameters(self) -> dict[str, Any]:
-        table, parameters = self.table, self.table["_parameters"]
-        if not self.weights:
-            return _NO_PARAMETERS
-        found = {name: parameter for name, parameter in parameters.items()}  # dict() would have ZeRO-3 gather them
-        if len(found) < len(self.weights):  # a plain tensor was set in a parameter's place
-            found |= {name: table[name] for name in self.weights - found.keys() if name in table}
-        return found
-
-    def put_in(self, settings: Settings) -> None:
+    def put_in(self, settings: Settings, now: Settings) -> None:
         """Have the part be as it was. Attributes that it has got since go."""
-        table, now = self.table, self.settings()
-        if now.keys is not settings.keys:
-            for name in now.keys - settings.keys:
-                if not is_deepspeeds(name):
-                    del table[name]
-        for name, value in zip(settings.names, settings.values, strict=True):
+        table = self.table
+        for name in now.attributes.keys - settings.attributes.keys:
+            if not is_deepspeeds(name):
+                del table[name]
+        for name, value in zip(settings.attributes.names, settings.values, strict=True):
             if table.get(name, _MISSING) is not value:
                 table[name] = value
         for name, parameter in settings.parameters.items():
@@ -160,6 +176,32 @@ class ModulePart:
                     yield table, name, value
 
 
+def _note_items(table: dict[str, Any], noted: list[Any]) -> None:
+    noted.append(len(table))
+    for item in table.items():  # past `__getitem__`, by which ZeRO-3 gathers
+        noted += item
+
+
+def _noted_items(noted: Iterator[Any]) -> list[tuple[Any, Any]]:
+    return [(next(noted), next(noted)) for _ in range(next(noted))]
+
+
+def is_same(now: list[Any], then: list[Any]) -> bool:
+    """Return True if two lists have the same objects."""
+    if (library := follower.library()) is not None:
+        return library.is_same(now, then)
+    return len(now) == len(then) and all(map(operator.is_, now, then))
+
+
+def noted_settings(noted: Iterator[Any]) -> Settings:
+    """Take the settings of one part from the items that :meth:`ModulePart.note` has added."""
+    attributes = next(noted)
+    values = [*islice(noted, len(attributes.names))]
+    parameters, buffers = dict(_noted_items(noted)), [buffer for _, buffer in _noted_items(noted)]
+    hooks = [[one for item in _noted_items(noted) for one in item] for _ in _HOOKS] if next(noted) else []
+    return Settings(attributes, values, parameters, buffers, hooks)
+
+
 def _name(part: ModulePart, name: str) -> str:
     return f"{part.path}.{name}" if part.path else name
 
@@ -198,6 +240,24 @@ class LayerState:
     def find_tensors(self) -> None:
         self.tensors = [(part, *place[:2]) for part in self.parts for place in part.places() if _is_tensor(place[2])]
 
+    def note(self) -> list[Any]:
+        """Return the settings of all parts, and after them which parameters are trained.
+
+        If the same objects come again in this order, nothing has been set since. C++ makes the list in the usual case.
+        """
+        library = follower.library()
+        if library is not None and (noted := library.note_settings(self.parts, self.parameters)) is not None:
+            return noted
+        noted = []
+        for part in self.parts:
+            part.note(noted)
+        noted += [parameter.requires_grad for parameter in self.parameters]
+        return noted
+
+    def trained_in(self, noted: list[Any]) -> list[bool]:
+        """Return which parameters were trained as a list was noted."""
+        return noted[len(noted) - len(self.parameters) :]
+
     def before(self, learns: bool = False) -> Before:
         """Note the state before a call.
 
@@ -212,8 +272,7 @@ class Before:
 
     def __init__(self, state: LayerState, learns: bool) -> None:
         self.state = state
-        self._settings = [part.settings() for part in state.parts]
-        self._trained = [parameter.requires_grad for parameter in state.parameters]
+        self._noted = state.note()
         self._merged = self._merged_now()
         self._values: list[tuple[ModulePart, dict[str, Any], str, Any]] = []
         self._states = states_of((GLOBAL_GENERATORS if learns else state.generators).values())
@@ -299,15 +358,11 @@ class Before:
             MemoError: adapters were merged into weights since, or unmerged.
         """
         self._refuse_merged()
-        state = self.state
-        others = [
-            (part, settings)
-            for part, settings in zip(state.parts, self._settings, strict=True)
-            if part.writes or self._learns or not settings.are(part.settings())
-        ]
-        snapshots = [part.snapshot() for part, _ in others]
-        drawn = states_of(generator for generator, _ in self._states)
-        trained = [parameter.requires_grad for parameter in state.parameters]
+        state, now = self.state, self.state.note()
+        others = self._others(now)
+        snapshots = [part.snapshot() for part, _, _ in others]
+        drawn = states_of([generator for generator, _ in self._states])
+        trained, trained_then = state.trained_in(now), state.trained_in(self._noted)
 
         def put_back() -> None:
             for snapshot in snapshots:
@@ -316,17 +371,28 @@ class Before:
             _train(state.parameters, trained)
 
         with Undoing(put_back):
-            for part, settings in others:
-                part.put_in(settings)
-            _train(state.parameters, self._trained)
+            for part, settings, others_now in others:
+                part.put_in(settings, others_now)
+            if trained != trained_then:
+                _train(state.parameters, trained_then)
             copies: dict[int, Any] = {}
             for _, table, name, copy in self._values:
                 copy.put_in(table, name, copies)
             set_states(self._states)
             yield
 
+    def _others(self, now: list[Any]) -> list[tuple[ModulePart, Settings, Settings]]:
+        """Return the parts that the replay writes or that are set otherwise now, with their settings then and now."""
+        parts, then = self.state.parts, self._noted
+        written = self._learns or any([part.writes for part in parts])
+        if not written and is_same(now, then):  # the usual case
+            return []
+        settings_then, settings_now = iter(then), iter(now)
+        with_settings = [(part, noted_settings(settings_then), noted_settings(settings_now)) for part in parts]
+        return [each for each in with_settings if self._learns or each[0].writes or not each[1].are(each[2])]
+
     def _merged_now(self) -> dict[str, list[str]]:
-        return {part.path: [*part.table[_MERGED]] for part in self.state.parts if _MERGED in part.keys}
+        return {part.path: [*part.table[_MERGED]] for part in self.state.parts if _MERGED in part.table}
 
     def _refuse_merged(self) -> None:
         if not self._merged:

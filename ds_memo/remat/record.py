@@ -9,7 +9,7 @@ import torch
 
 from ds_memo.remat import op_policy
 from ds_memo.remat.call import Call, needs_right_operands, noticing_draws
-from ds_memo.remat.follower import follow, leave_out_all
+from ds_memo.remat.follower import PythonFollower, follow, leave_out_all, library
 from ds_memo.remat.functions import has_inner_tensors
 from ds_memo.remat.modes import NotingMode
 from ds_memo.remat.op_policy import OpKind, kind_of
@@ -43,10 +43,14 @@ class Record(NotingMode):
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
+        self.ends(raised=exception[0] is not None)
+
+    def ends(self, raised: bool) -> None:
+        """End the run, which did less than the recipe if it raised."""
         self._givens = None  # the graph's hooks refer to this mode and would keep the arguments
         at, recipe = self.at, self.call.recipe
         complete = at.next == len(recipe.ops) and at.packs == recipe.packs and at.awaiting is None
-        if exception[0] is None and at.following and not complete:
+        if not raised and at.following and not complete:
             self.leave()
 
     @property
@@ -63,6 +67,9 @@ class Record(NotingMode):
         self.at.packs += 1
         if self.at.leaves_any_out and self.at.following and self.at.leaves_out(storage_of(tensor)):
             self.leave()
+
+    def _noting(self, pack: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
+        return super()._noting(pack) if isinstance(self.at, PythonFollower) else library().noting(self, pack)
 
     def _note_in(self, saved: list[torch.Tensor] | None) -> None:
         super()._note_in(saved)
@@ -177,6 +184,16 @@ class Record(NotingMode):
         if op is not None and op.kept is not None:
             self._keep_outputs(op, ran.made, state)
         return ran.out
+
+    def ran_saved(self, outputs: tuple[Any, ...], state: torch.Tensor | None) -> None:
+        """Take the outputs of the recipe's next op, a SavedOp that C++ has run.
+
+        Args:
+            state: the generator's after it, if it drew random numbers.
+        """
+        op = self._expect(self.call.recipe.ops[self.at.next].func, outputs)
+        if op is not None and op.kept is not None:
+            self._keep_outputs(op, outputs, state)
 
     def _keep_outputs(self, op: SavedOp, outputs: tuple[Any, ...], state: torch.Tensor | None) -> None:
         """Keep the outputs of the op that was just expected, and the generator's state after it if it drew random numbers."""

@@ -31,7 +31,12 @@ class Replay(Mode):
         self.call = call
         self._recipe = recipe
 
-    def __enter__(self) -> Replay:
+    def __enter__(self) -> Any:
+        self.begins()
+        return super().__enter__()
+
+    def begins(self) -> None:
+        """Have ready what is kept."""
         for argument in self.call.device_inputs:
             argument.check()
         if self.call.frame.state != "ready":  # no input of the layer was swapped
@@ -42,10 +47,13 @@ class Replay(Mode):
         work.attention_ops_recomputed += notes.softmax is not None and not recipe.attention_ops
         work.attention_ops_recomputed += notes.attention_ops
         work.gemm_flops_recomputed += notes.gemm_flops
-        return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
+        self.ends()
+
+    def ends(self) -> None:
+        """Give back what was kept: from here on it lives as long as tensors that refer to it."""
         self.call.work.gemm_flops_recomputed += self.at.flops
         self.call.engine.replayed(self.call.frame)
 
@@ -131,6 +139,10 @@ class Replay(Mode):
             raise self._not_repeated(f"{func} came where a bias was added in place")
         product[self._ops[index].rows :].add_(args[1])
         return args[0]
+
+    def supplied(self, index: int) -> tuple[Any, ...]:
+        """Return the outputs of the saved op at `index`, for C++."""
+        return self._supplied(index, self._ops[index])  # type: ignore[arg-type]
 
     def _supplied(self, index: int, op: SavedOp) -> tuple[Any, ...]:
         """Return the outputs of the saved op at `index`, and set the generator's state after it."""

@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import SUPPORTED_NODES, tree_leaves
+
+_CONTAINERS = frozenset((tuple, list, dict))
+_LEAVES = frozenset((bool, int, float, str, type(None), torch.dtype, torch.device))
 
 
 def storage_of(tensor: torch.Tensor) -> int:
@@ -19,9 +22,22 @@ def version_of(tensor: torch.Tensor) -> int:
 
 
 def tensor_leaves(tree: Any) -> list[torch.Tensor]:
-    if isinstance(tree, torch.Tensor):  # a layer's usual output; torch's pytree takes long
+    if isinstance(tree, torch.Tensor):  # a layer's usual output
         return [tree]
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    found: list[torch.Tensor] = []
+    _add_leaves(tree, found)
+    return found
+
+
+def _add_leaves(tree: Any, found: list[torch.Tensor]) -> None:
+    if type(tree) in _CONTAINERS:  # torch's pytree takes ten times as long
+        for value in tree.values() if type(tree) is dict else tree:
+            if isinstance(value, torch.Tensor):
+                found.append(value)
+            elif type(value) not in _LEAVES:
+                _add_leaves(value, found)
+    elif isinstance(tree, tuple) or type(tree) in SUPPORTED_NODES:  # named tuples, and what packages have registered
+        found += [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def as_tuple(out: Any) -> tuple[Any, ...]:

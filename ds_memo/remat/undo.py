@@ -44,7 +44,7 @@ class Undoing:
     def __init__(self, undo: Callable[[], Any]) -> None:
         self._undo = undo
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Any:
         _thread.open.append(self)
 
     def __exit__(self, *exception: Any) -> None:
@@ -73,8 +73,10 @@ def stacks_restored() -> Undoing:
 
 def _restore(modes: list[Any], functions: list[Any], hooks: Any, with_gradients: bool) -> None:
     torch._C._set_grad_enabled(with_gradients)
-    _refill(modes, _get_current_dispatch_mode_stack(), lambda: _pop_torch_dispatch_stack(None), _push_on_torch_dispatch_stack)
-    _refill(functions, _get_current_function_mode_stack(), _pop_torch_function_stack, _push_on_torch_function_stack)
+    if (now := _get_current_dispatch_mode_stack()) or modes:
+        _refill(modes, now, lambda: _pop_torch_dispatch_stack(None), _push_on_torch_dispatch_stack)
+    if (now := _get_current_function_mode_stack()) or functions:
+        _refill(functions, now, _pop_torch_function_stack, _push_on_torch_function_stack)
     while (top := torch._C._autograd._top_saved_tensors_default_hooks(False)) is not None and top != hooks:
         torch._C._autograd._pop_saved_tensors_default_hooks()
 

@@ -141,15 +141,15 @@ class SwapEngine:
         The next call issues the copy, behind the event recorded here. So a tensor that the very next op changes in place can be
         cloned first. A tensor in another order of memory than the frame's is copied on the device first.
         """
-        source = kept.laid(tensor.detach())
-        frame.device[kept.index] = source
+        source = frame.device[kept.index] = kept.laid(tensor.detach())
         frame.versions[kept.index] = source._version
-        if not frame.resident:
-            if (stream := self.streams.current()) != frame.stream:  # the layer computes on a stream of its own for a while
-                frame.side_streams.add(stream)
-                self.streams.record(source, D2H)
-            self._send()
-            self._unsent = (frame, kept, source, self.streams.mark(COMPUTE))
+        if frame.block is None:  # it stays on the device
+            return
+        if (stream := self.streams.current()) != frame.stream:  # the layer computes on a stream of its own for a while
+            frame.side_streams.add(stream)
+            self.streams.record(source, D2H)
+        self._send()
+        self._unsent = (frame, kept, source, self.streams.mark(COMPUTE))
 
     def about_to_change(self, frame: Frame, tensor: torch.Tensor) -> None:
         """Preserve the present value of what is kept of `tensor`, which is about to be changed in place."""
@@ -194,7 +194,7 @@ class SwapEngine:
     def abort(self, frame: Frame) -> None:
         """Drop a frame once its copies are over: its layer raised, or it has no backward."""
         self._unsent = None
-        if frame.rows:  # d2h may still read the device memory and write to the block, which both are freed here
+        if frame.stored:  # d2h may still read the device memory and write to the block, which both are freed here
             self.streams.wait(COMPUTE, self.streams.mark(D2H))
         frame.device.clear()
         frame.free_block(self.slab)
@@ -313,9 +313,9 @@ class SwapEngine:
         frame, kept, source, produced = self._unsent
         self._unsent = None
         self.streams.wait(D2H, produced)  # an event on compute: d2h must not read before the kernel has written
-        rows = frame.rows[kept.index] = kept.rows_in(frame.block)  # type: ignore[arg-type]  # None where no byte is stored
-        for there, here in kept.pairs(rows, source):
-            self.streams.copy(D2H, there, here)
+        frame.stored.add(kept.index)
+        for memory, begin, at, nbytes in frame.block.parts(kept.host_offset, kept.stored_bytes):  # type: ignore[union-attr]
+            self.streams.copy(D2H, memory, source, nbytes, begin, at)
         if kept.index in frame.layout.changed_early:
             frame.copied[kept.index] = self.streams.mark(D2H)
         self.traffic.bytes_to_host += kept.stored_bytes
@@ -346,11 +346,11 @@ class SwapEngine:
         # The allocator gave the buffer memory that work on compute may still read: h2d writes behind it.
         self.streams.wait(H2D, self.streams.mark(COMPUTE))
         for kept in wanted:
-            if kept.index not in frame.rows:  # the call left its recipe before it was kept
+            if kept.index not in frame.stored:  # the call left its recipe before it was kept
                 continue
             slot = frame.slots[kept.index] = kept.slot_in(buffer)
-            for there, here in kept.pairs(frame.rows[kept.index], slot):
-                self.streams.copy(H2D, here, there)
+            for memory, begin, at, nbytes in frame.block.parts(kept.host_offset, kept.stored_bytes):  # type: ignore[union-attr]
+                self.streams.copy(H2D, slot, memory, nbytes, at, begin)
             self.traffic.bytes_from_host += kept.stored_bytes
         frame.back = self.streams.mark(H2D)
 
@@ -384,9 +384,13 @@ class SwapEngine:
     def _next_below(self, frame: Frame) -> Frame | None:
         """Return the youngest older frame that backward has reached as often as this one, if any."""
         self._forget_dead()
-        for at in range(bisect_left(self._stack, frame.age, key=attrgetter("age")) - 1, -1, -1):
-            below = self._stack[at]()
-            if below is not None and below.replays == frame.replays:
+        stack, age = self._stack, frame.age
+        top = len(stack)
+        if top and stack[-1].age > age:  # else it is the youngest, or resident
+            top = bisect_left(stack, age, key=attrgetter("age"))
+        for at in range(top - 1, -1, -1):
+            below = stack[at]()
+            if below is not None and below is not frame and below.replays == frame.replays:
                 return below
         return None
 

@@ -14,11 +14,14 @@ A frame lives as long as the graph of its layer call. Its device memory is at mo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+
+# Inductor's: it takes half of the time of as_strided and detach. torch's stubs lack it.
+from torch._C._dynamo.guards import _reinterpret_tensor  # type: ignore[attr-defined]
 
 from ds_memo.errors import MemoError
 from ds_memo.placement import Placement
@@ -50,32 +53,29 @@ class Kept:
     buffer_offset: int
 
     def laid(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor if it lies in memory as this says, else a copy that does: `rows_of` reads flat memory."""
+        """Return the tensor if its bytes in memory are as this says, else a copy whose bytes are: copies read bare memory."""
         stride = tensor.stride()
-        if stride == self.stride or lie_alike(self.shape, stride, self.stride):
+        if (stride == self.stride or lie_alike(self.shape, stride, self.stride)) and not (tensor.is_conj() or tensor.is_neg()):
             return tensor
         return tensor.new_empty_strided(self.shape, self.stride).copy_(tensor)
 
-    def rows_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the stored rows of a tensor of this shape and stride, as a flat view: the first bytes, since it is dense."""
-        return tensor.as_strided((self.stored_bytes // self.dtype.itemsize,), (1,))
-
-    def rows_in(self, block: Block) -> list[torch.Tensor]:
-        """Return the stored rows inside a host block: flat views in order, one per piece of the block that they lie in."""
-        return [view.view(self.dtype) for view in block.views(self.host_offset, self.stored_bytes)]
-
-    def pairs(self, host: list[torch.Tensor], tensor: torch.Tensor) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
-        """Return pairs to copy between: (part on the host, the same part of the tensor's stored rows)."""
-        rows = self.rows_of(tensor)
-        return [(host[0], rows)] if len(host) == 1 else zip(host, rows.split([part.numel() for part in host]), strict=True)
-
-    def slot_in(self, buffer: torch.Tensor) -> torch.Tensor:
+    def slot_in(self, buffer: ReloadBuffer) -> torch.Tensor:
         """Return the full tensor inside a frame's device buffer.
 
-        It is no autograd view of the buffer, so slots have separate version counters: an in-place change counts for one alone.
+        It is no view of the buffer to autograd, so slots have separate version counters: an in-place change counts for one alone.
         """
-        slot = torch.empty(0, dtype=self.dtype, device=buffer.device)
-        return slot.set_(buffer.untyped_storage(), self.buffer_offset // self.dtype.itemsize, self.shape, self.stride)
+        return _reinterpret_tensor(buffer[self.dtype], self.shape, self.stride, self.buffer_offset // self.dtype.itemsize)
+
+
+class ReloadBuffer(dict[torch.dtype, torch.Tensor]):
+    """A reload buffer on the device, and its views in the dtypes of the slots."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self[torch.uint8] = torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+    def __missing__(self, dtype: torch.dtype) -> torch.Tensor:
+        view = self[dtype] = self[torch.uint8].view(dtype)
+        return view
 
 
 @dataclass
@@ -120,9 +120,9 @@ class Layout:
         self.buffer_bytes += round_up(all_rows * row_bytes, ALIGN)
         return kept
 
-    def new_buffer(self, nbytes: int, device: torch.device) -> torch.Tensor:
+    def new_buffer(self, nbytes: int, device: torch.device) -> ReloadBuffer:
         """Allocate a reload buffer, of `buffer_bytes` or less."""
-        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+        return ReloadBuffer(nbytes, device)
 
 
 def dense_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
@@ -158,8 +158,8 @@ class Frame:
         self.changed: set[int] = set()
         """Indices of a resident frame's tensors that the layer, and each replay, changes in place."""
         self.block: Block | None = None
-        self.rows: dict[int, list[torch.Tensor]] = {}
-        """Stored rows in the block, by index: results of `Kept.rows_in`."""
+        self.stored: set[int] = set()
+        """Indices of the tensors whose stored rows were copied to the block."""
         self.slots: dict[int, torch.Tensor] = {}
         """Kept tensors in the reload buffer, at full shape, by index. Only their stored rows hold values."""
         self.sent: Any = None
@@ -207,8 +207,8 @@ class Frame:
         """
         if self.state != "ready":
             raise MemoError(f"frame {self.name} was read while '{self.state}'; only a 'ready' frame can be read")
-        if not self.resident:
-            return self.slots[kept.index].detach()
+        if (slot := self.slots.get(kept.index)) is not None:
+            return slot.detach()
         tensor = self.device[kept.index]
         return tensor.clone() if kept.index in self.changed else tensor.detach()
 
@@ -217,7 +217,6 @@ class Frame:
         if self.block is not None:
             slab.free(self.block)
             self.block = None
-            self.rows.clear()
 
     def check_unchanged(self) -> None:
         """Raise MemoError if code outside the layer changed a kept tensor in place: a copy may have read either value."""

@@ -164,6 +164,9 @@ class HostBudget:
     def has_room(self, nbytes: int) -> bool:
         """Return True if a block of `nbytes` can be allocated now, unless the system refuses."""
         pages = round_up(nbytes, PAGE)
+        pool = self.pool
+        if not self.has_share and pool.used + pages <= min(self.nbytes, self._agreed, pool.most):  # the usual case, without
+            return True  # a look at all clients: `used` is a part of the pool's, and its limit no less than `nbytes`
         if pages > self.left:
             for engine in sorted(self.pool.holders, key=lambda engine: engine.slab.budget is not self):  # its own first
                 engine.make_room(lambda: pages <= self.left)
@@ -179,7 +182,7 @@ class HostBudget:
     def has_memory(self, nbytes: int) -> bool:
         """Return False if the system refuses a block of `nbytes` that the budget has room for."""
         pages = round_up(nbytes, PAGE)
-        if not self.allows(nbytes) or self.pool.has_memory(pages):
+        if self.pool.has_free(pages) or not self.allows(nbytes) or self.pool.has_memory(pages):
             return True
         return self.has_room(nbytes) and self.pool.has_memory(pages)  # other blocks go to files
 

@@ -143,9 +143,13 @@ class HostPool:
         self.used += nbytes
         return self._cut(nbytes, stream)
 
+    def has_free(self, nbytes: int) -> bool:
+        """Return True if `nbytes` are free now."""
+        return self.used + nbytes <= self.size
+
     def has_memory(self, nbytes: int) -> bool:
         """Return True if `nbytes` are free now. Ask the system for those that are not."""
-        if self.used + nbytes <= self.size:
+        if self.has_free(nbytes):
             return True
         with self.changing():
             try:

@@ -26,21 +26,28 @@ class Block:
     def nbytes(self) -> int:
         return sum(piece.nbytes for piece in self.pieces)
 
-    def views(self, begin: int, nbytes: int) -> list[torch.Tensor]:
-        """The block's bytes from `begin` on, in order: uint8 views, one per piece that they lie in.
+    def parts(self, begin: int, nbytes: int) -> list[tuple[torch.Tensor, int, int, int]]:
+        """Return where the block's bytes from `begin` on lie, in order: one part per piece of the block.
 
         They are cut on multiples of a page from the block's begin, so what is aligned in the block is aligned in them.
+
+        Returns:
+            tuples: a segment's memory, the part's first byte in it, the bytes before the part, and its own bytes.
         """
         if len(self.pieces) == 1 and nbytes:  # nearly always, and for each kept tensor of a layer
             (piece,) = self.pieces
-            return [piece.segment.memory.narrow(0, piece.begin + begin, nbytes)]
+            return [(piece.segment.memory, piece.begin + begin, 0, nbytes)]
         found, at = [], 0
         for piece in self.pieces:
             first, last = max(begin, at), min(begin + nbytes, at + piece.nbytes)
             if first < last:
-                found.append(piece.segment.memory[piece.begin + first - at : piece.begin + last - at])
+                found.append((piece.segment.memory, piece.begin + first - at, first - begin, last - first))
             at += piece.nbytes
         return found
+
+    def views(self, begin: int, nbytes: int) -> list[torch.Tensor]:
+        """Return uint8 views of those parts."""
+        return [memory[first : first + size] for memory, first, _, size in self.parts(begin, nbytes)]
 
 
 class HostSlab:

@@ -22,8 +22,14 @@ class Streams(Protocol):
     def done(self, event: Any) -> bool:
         """Return True if `event` is complete. Any thread may ask."""
 
-    def copy(self, stream: str, dst: torch.Tensor, src: torch.Tensor) -> None:
-        """Copy on `d2h` or `h2d`. The caller keeps `src` and `dst` alive until an event behind the copy."""
+    def copy(self, stream: str, dst: torch.Tensor, src: torch.Tensor, nbytes: int, dst_at: int = 0, src_at: int = 0) -> None:
+        """Copy bytes on `d2h` or `h2d`, whatever the dtypes are.
+
+        The caller keeps `src` and `dst` alive until an event behind the copy. They have these bytes: it is not checked here.
+
+        Args:
+            dst_at, src_at: bytes from a tensor's first element on.
+        """
 
     def current(self) -> Any:
         """Return a key of the stream that compute is on now: a model may compute on several."""

@@ -6,6 +6,7 @@ is the calling thread and the other two are real threads, so that tests can prov
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
 import queue
@@ -13,6 +14,7 @@ import threading
 import time
 import weakref
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -40,6 +42,10 @@ def use_device_of(streams: Streams) -> None:
         torch.cuda.set_device(streams.device)
 
 
+_Copy = tuple[torch.Tensor, torch.Tensor, int, int, int]
+"""Arguments of `Streams.copy`."""
+
+
 class _ThreadEvent:
     __slots__ = ("done", "stream")
 
@@ -61,7 +67,7 @@ class ThreadStreams:
 
     def __init__(self) -> None:
         self._queues: dict[str, queue.SimpleQueue] = {D2H: queue.SimpleQueue(), H2D: queue.SimpleQueue()}
-        self._copies: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {D2H: [], H2D: []}
+        self._copies: dict[str, list[_Copy]] = {D2H: [], H2D: []}
         self._failures: list[tuple[str, BaseException]] = []
         self._stall = {D2H: 0.0, H2D: 0.0}
         self._threads = [
@@ -89,15 +95,13 @@ class ThreadStreams:
         if stream == COMPUTE:  # eager CPU ops are done when they return
             return _DONE
         event = _ThreadEvent(stream)
-        self._hand_over(stream)
-        self._queues[stream].put((event.done.set,))
+        self._hand_over(stream, event.done.set)
         return event
 
     def wait(self, stream: str, event: _ThreadEvent) -> None:
         if stream != COMPUTE:
             if not event.done.is_set():
-                self._hand_over(stream)
-                self._queues[stream].put((event.done.wait,))
+                self._hand_over(stream, event.done.wait)
             return
         if not event.done.is_set():
             if not self._stop.alive:
@@ -112,15 +116,14 @@ class ThreadStreams:
     def done(self, event: _ThreadEvent) -> bool:
         return event.done.is_set()
 
-    def copy(self, stream: str, dst: torch.Tensor, src: torch.Tensor) -> None:
+    def copy(self, stream: str, dst: torch.Tensor, src: torch.Tensor, nbytes: int, dst_at: int = 0, src_at: int = 0) -> None:
         if not self._stop.alive:
             raise MemoError(f"a copy was issued {_CLOSED}")
-        self._copies[stream].append((dst, src))
+        self._copies[stream].append((dst, src, nbytes, dst_at, src_at))
 
-    def _hand_over(self, stream: str) -> None:
-        if self._copies[stream]:
-            self._queues[stream].put((_copy_all, self._copies[stream]))
-            self._copies[stream] = []
+    def _hand_over(self, stream: str, then: Callable[[], Any]) -> None:
+        copies, self._copies[stream] = self._copies[stream], []
+        self._queues[stream].put((_copy_all, copies, then))
 
     def current(self) -> None:
         return None
@@ -149,9 +152,15 @@ def _forked() -> None:
 os.register_at_fork(after_in_child=_forked)
 
 
-def _copy_all(copies: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    for dst, src in copies:
-        dst.copy_(src)
+def _copy_all(copies: list[_Copy], then: Callable[[], Any] = lambda: None) -> None:
+    try:
+        for dst, src, nbytes, dst_at, src_at in copies:
+            to, whence = dst.data_ptr(), src.data_ptr()
+            if not (to and whence):
+                raise RuntimeError(f"a copy between {dst.device} and {src.device}, where a tensor has no memory")
+            ctypes.memmove(to + dst_at, whence + src_at, nbytes)
+    finally:  # later waits would hang
+        then()
 
 
 _ending: list[threading.Thread] = []
@@ -165,7 +174,7 @@ def finish_first(threads: list[threading.Thread]) -> None:
 
 def _stop(
     queues: dict[str, queue.SimpleQueue],
-    copies: dict[str, list[tuple[torch.Tensor, torch.Tensor]]],
+    copies: dict[str, list[_Copy]],
     threads: list[threading.Thread],
 ) -> None:
     finish_first(threads)
@@ -208,11 +217,28 @@ def _copy_streams(device: torch.device) -> dict[str, torch.cuda.Stream]:
     return {D2H: torch.cuda.Stream(device), H2D: torch.cuda.Stream(device)}
 
 
+@functools.cache
+def _memcpy() -> Callable[..., int] | None:
+    """Return cudaMemcpyAsync of the CUDA runtime that torch has loaded for all of the process; None: it hides its symbols."""
+    try:
+        memcpy = ctypes.CDLL(None).cudaMemcpyAsync
+    except AttributeError:
+        return None
+    memcpy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
+    return memcpy
+
+
+def bytes_of(tensor: torch.Tensor, at: int, nbytes: int) -> torch.Tensor:
+    """Return a uint8 view of a tensor's memory, from byte `at` behind its first element on."""
+    memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+    return memory.narrow(0, tensor.storage_offset() * tensor.itemsize + at, nbytes)
+
+
 class CudaStreams:
     """Streams of CUDA: compute is the stream that is current at the call; `d2h` and `h2d` are two streams of our own.
 
-    Every layer calls these methods a few dozen times. What takes torch long (its current stream, its stream context in Python) is
-    kept or left out.
+    Every layer calls these methods a few dozen times. What takes torch long (its current stream, its stream context in Python,
+    views of the bytes to copy) is kept or left out.
     """
 
     _MEASURED_AT_ONCE = 256
@@ -222,6 +248,9 @@ class CudaStreams:
         self.device = torch.device("cuda", index)
         # Objects of this model alone: a stream keeps, while it is entered, what to return to, and models may train in threads.
         self._copy_streams = {name: _same_stream(shared) for name, shared in _copy_streams(self.device).items()}
+        self._memcpy = _memcpy()
+        self._ways = {name: (kind, self._copy_streams[name].cuda_stream) for name, kind in ((H2D, 1), (D2H, 2))}
+        """Last arguments of cudaMemcpyAsync: its cudaMemcpyKind, and the stream."""
         self._compute_streams: dict[int, torch.cuda.Stream] = {}
         """Those that were current so far, by their CUDA handle."""
         self._stall = {D2H: 0.0, H2D: 0.0}
@@ -267,12 +296,15 @@ class CudaStreams:
     def done(self, event: _CudaEvent) -> bool:
         return event.query()
 
-    def copy(self, stream: str, dst: torch.Tensor, src: torch.Tensor) -> None:
-        with self._copy_streams[stream]:
-            dst.copy_(src, non_blocking=True)
+    def copy(self, stream: str, dst: torch.Tensor, src: torch.Tensor, nbytes: int, dst_at: int = 0, src_at: int = 0) -> None:
+        if (memcpy := self._memcpy) is None:
+            with self._copy_streams[stream]:
+                bytes_of(dst, dst_at, nbytes).copy_(bytes_of(src, src_at, nbytes), non_blocking=True)
+        elif status := memcpy(dst.data_ptr() + dst_at, src.data_ptr() + src_at, nbytes, *self._ways[stream]):
+            torch.cuda.check_error(status)
 
     def current(self) -> int:
-        return torch._C._cuda_getCurrentRawStream(self._copy_streams[D2H].device_index)
+        return torch._C._cuda_getCurrentRawStream(self.device.index)
 
     def record(self, tensor: torch.Tensor, stream: Any) -> None:
         # An event of the allocator on `stream` when the tensor is freed: only behind it the owner's stream gets the memory again.

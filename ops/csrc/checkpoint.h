@@ -7,6 +7,8 @@
 // A Checkpoint is one call. A Rerun is its run for one backward: retain_graph has more of them.
 #pragma once
 
+#include <ATen/SavedTensorHooks.h>
+#include <ATen/core/PythonFallbackKernel.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/saved_variable.h>
 
@@ -125,9 +127,20 @@ inline PyObject* pack_again(PyObject* self, PyObject* argument) {
   END_HANDLE_TH_ERRORS
 }
 
+// Notes a tensor for a mode, and gives it to the hook below. `self` is both.
+inline PyObject* note_and_pack(PyObject* self, PyObject* argument) {
+  HANDLE_TH_ERRORS
+  Follower* follower = Table::follower_of(PyTuple_GET_ITEM(self, 0));
+  if (follower == nullptr) throw py::type_error("a mode that Python follows notes what is saved in Python");
+  follower->note(THPVariable_Unpack(argument));
+  return PyObject_CallOneArg(PyTuple_GET_ITEM(self, 1), argument);
+  END_HANDLE_TH_ERRORS
+}
+
 inline PyObject* same(PyObject*, PyObject* argument) { return Py_NewRef(argument); }
 
 inline PyMethodDef pack_def{"pack", pack, METH_O, nullptr}, pack_again_def{"pack_again", pack_again, METH_O, nullptr},
+    note_and_pack_def{"note_and_pack", note_and_pack, METH_O, nullptr},
     same_def{"same", same, METH_O, nullptr};
 
 inline py::object hook(PyMethodDef& definition, PyObject* self) {
@@ -207,6 +220,29 @@ inline PyObject* unpack(PyObject*, PyObject* argument) {
 }
 inline PyMethodDef unpack_def{"unpack", unpack, METH_O, nullptr};
 
+// Calls fn(*args) with a mode and saved-tensor hooks on. Afterwards this thread has the stacks that it had, whatever fn did: Ctrl-C
+// may have come between two of its own steps.
+inline py::object under(py::object mode, py::object pack, py::object unpack, const py::object& fn, const py::tuple& args) {
+  using Modes = c10::impl::TorchDispatchModeTLS;
+  using Hooks = at::SavedTensorDefaultHooks;
+  struct Before {
+    Modes modes = Modes::get_state();
+    at::impl::SavedTensorDefaultHooksTLS hooks = Hooks::get_tls_state();
+    ~Before() {
+      Hooks::set_tls_state(hooks);
+      Modes::set_state(std::move(modes));
+    }
+  } before;
+  Hooks::lazy_initialize();
+  auto* interpreter = getPyInterpreter();
+  Hooks::push_hooks({pack.release().ptr(), interpreter}, {unpack.release().ptr(), interpreter});
+  // torch would note the dispatch keys at the entry of each op, at the price of boxing its arguments once more. They are the same.
+  at::impl::MaybeSetTLSOnEntryGuard entry;
+  c10::impl::ExcludeDispatchKeyGuard no_snapshot(c10::DispatchKey::PythonTLSSnapshot);
+  Modes::push_non_infra_mode_onto_stack(std::make_shared<c10::impl::PyObject_TorchDispatchMode>(mode.release().ptr(), interpreter));
+  return fn(*args);
+}
+
 // An input of the layer, saved as autograd saves one: by the hooks that are on, and with its place in the graph.
 struct SavedInput {
   torch::autograd::SavedVariable variable;
@@ -219,6 +255,8 @@ inline void bind_checkpoint(py::module_& m) {
   m.def("checkpoint", [](py::object rerun, py::object follower) { return Object<Checkpoint>::make({std::move(rerun), std::move(follower)}); });
   m.def("pack", [](py::object checkpoint) { return hook(pack_def, checkpoint.ptr()); });
   m.def("recorded", [](py::object checkpoint) { of<Checkpoint>(checkpoint.ptr()).follower = py::none(); });
+  m.def("noting", [](const py::object& mode, const py::object& pack) { return hook(note_and_pack_def, py::make_tuple(mode, pack).ptr()); });
+  m.def("under", &under);
   m.attr("unpack") = hook(unpack_def, nullptr);
   m.attr("same") = hook(same_def, nullptr);
   py::class_<SavedInput>(m, "SavedInput", py::module_local())

@@ -7,11 +7,14 @@
 //   plain ops                run
 //   products of the recipe   counted and kept, or supplied, computed in part, left out
 //   a product's bias         added in place, as a part of the product
-//   everything else          left to the mode's Python: attention and choices, writes, tensor subclasses, another op than expected
+//   attention, choices       run, or supplied; the mode keeps their outputs, and has them
+//   everything else          left to the mode's Python: writes, tensor subclasses, another op than expected
 //
 // Whatever is left to Python finds the state here (next, packs, awaiting, …), so the two take turns op by op.
 #pragma once
 
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Context.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/addmm.h>
@@ -21,6 +24,7 @@
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+#include <torch/csrc/Device.h>
 #include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/Exceptions.h>
@@ -28,8 +32,11 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/torch_dispatch_mode.h>
 
+#include <algorithm>
 #include <atomic>
+#include <cstring>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <unordered_map>
@@ -43,7 +50,7 @@ using Stack = torch::jit::Stack;
 using StashMode = torch::torch_dispatch_mode::StashTorchDispatchModeGuard;
 
 // What an op is, told once by ds_memo.remat.follower.
-enum class Kind { plain, gemm, batched, mutates, other };
+enum class Kind { plain, gemm, batched, mutates, saved, other };
 struct Op {
   Kind kind = Kind::other;
   bool splits = false;        // mm or addmm: its rows can be computed here
@@ -57,6 +64,7 @@ struct Op {
 struct Step {
   std::optional<c10::OperatorHandle> op;
   bool gemm = false, wanted = true, biased = false;
+  bool supplied = false;  // no product: the replay supplies its outputs
   std::vector<int64_t> shape;
   at::ScalarType dtype = at::kFloat;
   int64_t flops = 0, m = 0, rows = 0;
@@ -75,7 +83,10 @@ struct Program {
         const std::string overload = dot == std::string::npos ? "" : name.substr(dot + 1);
         step.op = c10::Dispatcher::singleton().findSchema({name.substr(0, dot), overload});
       }
-      if (!(step.gemm = py::hasattr(op, "flops"))) continue;
+      if (!(step.gemm = py::hasattr(op, "flops"))) {
+        step.supplied = !op.attr("kept").is_none();
+        continue;
+      }
       step.wanted = op.attr("wanted").cast<bool>();
       step.biased = op.attr("biased").cast<bool>();
       step.shape = op.attr("shape").cast<std::vector<int64_t>>();
@@ -103,33 +114,50 @@ inline c10::StorageImpl* storage_of(const at::Tensor& tensor) {
 
 inline py::object wrapped(const at::Tensor& tensor) { return py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor)); }
 
-// Follows one run of a layer, or of a part of it. All members are read and changed with the GIL held.
+// Converts the outputs of attention and choices, which are tensors and numbers. Returns null for anything else.
+inline py::object to_python(const c10::IValue& value) {
+  if (value.isTensor()) return value.toTensor().defined() ? wrapped(value.toTensor()) : py::object(py::none());
+  if (value.isInt()) return py::int_(value.toInt());
+  return value.isNone() ? py::object(py::none()) : py::object();
+}
+
+inline c10::IValue from_python(py::handle value, const c10::Type& type) {
+  if (THPVariable_Check(value.ptr())) return THPVariable_Unpack(value.ptr());
+  if (value.is_none()) return type.kind() == c10::TypeKind::TensorType ? c10::IValue(at::Tensor()) : c10::IValue();
+  return value.cast<int64_t>();
+}
+
+// Follows one run of a layer, or of a part of it, in one thread. Python objects are touched with the GIL held; plain ops need none.
+// Its mode alone keeps it.
 struct Follower {
   std::shared_ptr<Program> program;
   PyObject* mode;  // it owns this
   py::object call;
+  py::object numbers;  // of the layer's parameters by id; None: the call does not ask for them
   bool replays;
 
   int64_t next = 0;            // index of the recipe's next op
   int64_t packs = 0;           // tensors that autograd has saved
   bool following = true;       // false: the call has left its recipe
-  bool plain_only = false;     // true: all ops of the recipe are left to Python
   py::object noted = py::none();  // a list that takes what autograd saves; None: it is counted
   int64_t flops = 0;           // of products that a replay has computed
   std::optional<std::pair<int64_t, at::Tensor>> awaiting;  // index and product whose bias comes next
   std::unordered_map<c10::StorageImpl*, c10::weak_intrusive_ptr<c10::StorageImpl>> left_out;
   // Weak references keep an address from being taken by another storage.
 
-  inline static int64_t ran = 0, left = 0;  // ops of this process that were run here, and that were left to Python
+  inline static std::atomic<int64_t> ran = 0, left = 0;  // ops of this process that were run here, and that were left to Python
+  inline static std::atomic<int64_t> made = 0;           // changes whenever a follower begins or ends
+
+  Follower(std::shared_ptr<Program> program, PyObject* mode, py::object call, bool replays)
+      : program(std::move(program)), mode(mode), call(std::move(call)), replays(replays) {
+    const py::object before = this->call.attr("before");
+    numbers = before.is_none() ? before : py::object(before.attr("state").attr("number_of"));
+    ++made;
+  }
+  ~Follower() { ++made; }
 
   // Returns false if Python shall run the op; nothing has happened then.
   bool run(const Op& info, const c10::OperatorHandle& op, Stack* stack) {
-    const bool done = try_run(info, op, stack);
-    ++(done ? ran : left);
-    return done;
-  }
-
-  bool try_run(const Op& info, const c10::OperatorHandle& op, Stack* stack) {
     const size_t count = op.schema().arguments().size();
     const c10::IValue* args = stack->data() + (stack->size() - count);
     bool subclass = false, reads = false;
@@ -139,11 +167,14 @@ struct Follower {
         reads |= !left_out.empty() && left_out.count(storage_of(tensor));
       });
     if (subclass || info.kind == Kind::other) return false;
-    const bool listed = info.kind == Kind::gemm || info.kind == Kind::batched;
-    if (plain_only) return !listed && run_op(op, stack);
-    if (replays) return listed ? supply(info, op, stack, args) : replay_plain(info, op, stack, args, count);
-    if (!following) return false;
-    return listed ? !reads && keep(info, op, stack, args) : record_plain(info, op, stack, args, reads);
+    const bool listed = info.kind != Kind::plain && info.kind != Kind::mutates;
+    if (replays && info.kind == Kind::plain) return run_op(op, stack);
+    if (!replays && (!following || (listed && reads))) return false;
+    if (info.kind == Kind::plain && !awaiting && !reads) return run_op(op, stack);
+    py::gil_scoped_acquire gil;
+    if (info.kind == Kind::saved) return replays ? supply_saved(op, stack) : keep_saved(op, stack);
+    if (replays) return listed ? supply(info, op, stack, args) : replay_write(info, op, stack, args, count);
+    return listed ? keep(info, op, stack, args) : record_plain(info, op, stack, args, reads);
   }
 
   // ---- record
@@ -166,7 +197,7 @@ struct Follower {
 
   bool keep(const Op& info, const c10::OperatorHandle& op, Stack* stack, const c10::IValue* args) {
     const Step* step = expected(op);
-    if (step == nullptr || awaiting) return false;
+    if (step == nullptr || !step->gemm || awaiting) return false;
     const int64_t depth = args[info.adds].toTensor().size(-1);
     py::object number = weight_number(args[info.adds + 1].toTensor());
     run_op(op, stack);
@@ -196,6 +227,36 @@ struct Follower {
     call.attr("engine").attr("keep")(call.attr("frame"), step.kept, wrapped(product));
   }
 
+  bool keep_saved(const c10::OperatorHandle& op, Stack* stack) {
+    const auto& returns = op.schema().returns();
+    if (expected(op) == nullptr || awaiting || !simple(returns)) return false;
+    const at::Device device = reinterpret_cast<THPDevice*>(call.attr("engine").attr("device").ptr())->device;
+    const at::Generator generator =
+        device.is_cuda() ? at::globalContext().defaultGenerator(device) : at::detail::getDefaultCPUGenerator();
+    const at::Tensor before = state_of(generator);
+    run_op(op, stack);
+    const at::Tensor after = state_of(generator);
+    const bool drew = std::memcmp(before.const_data_ptr(), after.const_data_ptr(), before.nbytes()) != 0;
+    py::tuple outputs(returns.size());
+    for (size_t i = 0; i < returns.size(); ++i) outputs[i] = to_python((*stack)[stack->size() - returns.size() + i]);
+    StashMode off;
+    py::handle(mode).attr("ran_saved")(outputs, drew ? wrapped(after) : py::object(py::none()));
+    return true;
+  }
+
+  static at::Tensor state_of(at::Generator generator) {
+    const std::lock_guard<std::mutex> lock(generator.mutex());
+    return generator.get_state();
+  }
+
+  // True if these are tensors and numbers.
+  static bool simple(const std::vector<c10::Argument>& returns) {
+    return std::all_of(returns.begin(), returns.end(), [](const c10::Argument& one) {
+      return one.type()->kind() == c10::TypeKind::TensorType || one.real_type()->kind() == c10::TypeKind::IntType ||
+          one.real_type()->kind() == c10::TypeKind::SymIntType;
+    });
+  }
+
   void leave_out(const at::Tensor& tensor) {
     if (auto* storage = storage_of(tensor); storage != nullptr && !left_out.count(storage))
       left_out.emplace(storage, c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(storage));
@@ -213,8 +274,8 @@ struct Follower {
 
   // ---- replay
 
-  bool replay_plain(const Op& info, const c10::OperatorHandle& op, Stack* stack, const c10::IValue* args, size_t count) {
-    if (info.kind != Kind::mutates || !awaiting) return run_op(op, stack);
+  bool replay_write(const Op& info, const c10::OperatorHandle& op, Stack* stack, const c10::IValue* args, size_t count) {
+    if (!awaiting) return run_op(op, stack);
     if (!adds_bias(info, args)) return false;
     const at::Tensor self = args[0].toTensor(), bias = args[1].toTensor();
     const auto [index, product] = *std::exchange(awaiting, std::nullopt);
@@ -228,7 +289,7 @@ struct Follower {
 
   bool supply(const Op& info, const c10::OperatorHandle& op, Stack* stack, const c10::IValue* args) {
     const Step* step = expected(op);
-    if (step == nullptr || !info.splits) return false;
+    if (step == nullptr || !step->gemm || !info.splits) return false;
     const at::Tensor left = args[info.adds].toTensor(), right = args[info.adds + 1].toTensor();
     if (step->shape.size() != 2 || left.size(0) != step->shape[0] || right.size(1) != step->shape[1]) return false;
     py::dict weights = call.attr("weights");
@@ -267,20 +328,29 @@ struct Follower {
     return true;
   }
 
+  bool supply_saved(const c10::OperatorHandle& op, Stack* stack) {
+    const Step* step = expected(op);
+    const auto& returns = op.schema().returns();
+    if (step == nullptr || !step->supplied || !simple(returns)) return false;
+    StashMode off;
+    const py::tuple outputs = py::handle(mode).attr("supplied")(next++);
+    stack->resize(stack->size() - op.schema().arguments().size());
+    for (size_t i = 0; i < returns.size(); ++i) stack->push_back(from_python(outputs[i], *returns[i].type()));
+    return true;
+  }
+
   // ---- both
 
   const Step* expected(const c10::OperatorHandle& op) const {
     if (next >= static_cast<int64_t>(program->steps.size())) return nullptr;
     const Step& step = program->steps[next];
-    return step.gemm && step.op && *step.op == op ? &step : nullptr;
+    return step.op && *step.op == op ? &step : nullptr;
   }
 
   // The number of the layer's parameter that is a right operand, None if it is none, null if the call does not ask.
   py::object weight_number(const at::Tensor& right) const {
-    py::object before = call.attr("before");
-    if (before.is_none()) return {};
+    if (numbers.is_none()) return {};
     py::object owner = wrapped(right.is_view() ? at::Tensor(right._base()) : right);
-    py::dict numbers = before.attr("state").attr("number_of");
     PyObject* found = PyDict_GetItem(numbers.ptr(), py::int_(reinterpret_cast<std::intptr_t>(owner.ptr())).ptr());
     return found == nullptr ? py::object(py::none()) : py::reinterpret_borrow<py::object>(found);
   }
@@ -293,9 +363,10 @@ struct Follower {
         bias.sizes() == product.sizes().slice(1);
   }
 
-  bool run_op(const c10::OperatorHandle& op, Stack* stack) {
+  static bool run_op(const c10::OperatorHandle& op, Stack* stack) {
     StashMode off;
-    py::gil_scoped_release no_gil;
+    std::optional<py::gil_scoped_release> no_gil;
+    if (PyGILState_Check()) no_gil.emplace();
     op.callBoxed(stack);
     return true;
   }
@@ -319,13 +390,14 @@ struct Forgotten final : c10::OpRegistrationListener {
 };
 
 inline Op op_of(const c10::OperatorHandle& handle) {
-  static std::unordered_map<c10::OperatorHandle, Op> known;  // the GIL is held
-  static int64_t forgotten = 0;
+  static thread_local std::unordered_map<c10::OperatorHandle, Op> known;
+  static thread_local int64_t forgotten = 0;
   if (const int64_t now = Forgotten::ops; now != forgotten) {
     forgotten = now;
     known.clear();
   }
   if (auto at = known.find(handle); at != known.end()) return at->second;
+  py::gil_scoped_acquire gil;
   StashMode off;
   const auto& name = handle.operator_name();
   const auto told = py::handle(describe)(name.name, name.overload_name).cast<std::tuple<int, bool, bool, bool, bool, bool>>();
@@ -334,6 +406,7 @@ inline Op op_of(const c10::OperatorHandle& handle) {
 }
 
 struct Table final : c10::impl::PyInterpreterVTable {
+  using Self = c10::TensorImpl;
   const c10::impl::PyInterpreterVTable* torchs;
   explicit Table(const c10::impl::PyInterpreterVTable* torchs) : torchs(torchs) {}
 
@@ -341,19 +414,29 @@ struct Table final : c10::impl::PyInterpreterVTable {
     if (!followed(op, stack)) torchs->dispatch(op, stack);
   }
 
-  static bool followed(const c10::OperatorHandle& op, Stack* stack) {
+  // A null result has torch copy the tensor itself.
+  c10::intrusive_ptr<Self> detach(const Self* tensor) const override {
+    return tensor->key_set().has(c10::DispatchKey::Python) || top() == nullptr ? torchs->detach(tensor) : c10::intrusive_ptr<Self>();
+  }
+
+  // The follower of the mode on top, if C++ follows there.
+  static Follower* top() {
     using Modes = c10::impl::TorchDispatchModeTLS;
     const auto depth = Modes::stack_len();
-    if (depth == 0) return false;
+    if (depth == 0) return nullptr;
     PyObject* mode = Modes::get_stack_at(depth - 1)->ptr(getPyInterpreter());
-    if (!PyType_IsSubtype(Py_TYPE(mode), mode_type)) return false;
-    py::gil_scoped_acquire gil;
+    return PyType_IsSubtype(Py_TYPE(mode), mode_type) ? follower_of(mode) : nullptr;
+  }
+
+  static bool followed(const c10::OperatorHandle& op, Stack* stack) {
     try {
-      static PyObject* at = PyUnicode_InternFromString("at");
-      py::object found = py::reinterpret_steal<py::object>(PyObject_GetAttr(mode, at));
-      if (!found) throw py::error_already_set();
-      return py::isinstance<Follower>(found) && found.cast<Follower&>().run(op_of(op), op, stack);
+      Follower* follower = top();
+      if (follower == nullptr) return false;
+      const bool done = follower->run(op_of(op), op, stack);
+      ++(done ? Follower::ran : Follower::left);
+      return done;
     } catch (py::error_already_set& error) {  // as torch's own function has it
+      py::gil_scoped_acquire gil;
       error.restore();
       python_error raised;
       raised.persist();
@@ -361,14 +444,24 @@ struct Table final : c10::impl::PyInterpreterVTable {
     }
   }
 
+  // The follower in a mode's attribute `at`; null if Python follows. The latest answer holds while no follower begins or ends.
+  static Follower* follower_of(PyObject* mode) {
+    struct Latest { PyObject* mode = nullptr; Follower* follower = nullptr; int64_t made = -1; };
+    static thread_local Latest latest;
+    if (latest.mode == mode && latest.made == Follower::made) return latest.follower;
+    py::gil_scoped_acquire gil;
+    py::object at = py::reinterpret_steal<py::object>(PyObject_GetAttrString(mode, "at"));
+    if (!at) throw py::error_already_set();
+    latest = {mode, py::isinstance<Follower>(at) ? &at.cast<Follower&>() : nullptr, Follower::made};
+    return latest.follower;
+  }
+
   // clang-format off
-  using Self = c10::TensorImpl;
   std::string name() const override { return torchs->name(); }
   void incref(PyObject* o) const override { torchs->incref(o); }
   void decref(PyObject* o) const override { torchs->decref(o); }
   bool try_incref(const c10::impl::PyObjectSlot& s) const override { return torchs->try_incref(s); }
   size_t refcnt(PyObject* o) const override { return torchs->refcnt(o); }
-  c10::intrusive_ptr<Self> detach(const Self* t) const override { return torchs->detach(t); }
   void reportErrorCallback(PyObject* c, c10::DispatchKey k) const override { torchs->reportErrorCallback(c, k); }
   void python_op_registration_trampoline(const c10::OperatorHandle& op, c10::DispatchKey k, c10::DispatchKeySet ks, Stack* s, bool a, bool b) const override { torchs->python_op_registration_trampoline(op, k, ks, s, a, b); }
   void throw_abstract_impl_not_imported_error(std::string a, const char* b, const char* c) const override { torchs->throw_abstract_impl_not_imported_error(a, b, c); }
@@ -406,12 +499,11 @@ inline void bind_follower(py::module_& m) {
       .def(py::init<const std::vector<std::pair<std::string, py::object>>&>());
   py::class_<Follower>(m, "Follower", py::module_local())
       .def(py::init([](std::shared_ptr<Program> program, py::handle mode, py::object call, bool replays) {
-        return new Follower{std::move(program), mode.ptr(), std::move(call), replays};
+        return new Follower(std::move(program), mode.ptr(), std::move(call), replays);
       }))
       .def_readwrite("next", &Follower::next)
       .def_readwrite("packs", &Follower::packs)
       .def_readwrite("following", &Follower::following)
-      .def_readwrite("plain_only", &Follower::plain_only)
       .def_readwrite("noted", &Follower::noted)
       .def_readonly("flops", &Follower::flops)
       .def_property(
@@ -434,7 +526,7 @@ inline void bind_follower(py::module_& m) {
         return follower.left_out.count(reinterpret_cast<c10::StorageImpl*>(storage)) > 0;
       })
       .def_property_readonly("leaves_any_out", [](const Follower& follower) { return !follower.left_out.empty(); });
-  m.def("counts", [] { return std::make_pair(Follower::ran, Follower::left); });
+  m.def("counts", [] { return std::make_pair(Follower::ran.load(), Follower::left.load()); });
   m.def("install", [](py::object describes, py::object type) {
     if (describe != nullptr) return;
     describe = describes.release().ptr();

@@ -8,6 +8,8 @@
 #include "allocator_core.h"
 #include "allocator_python.h"
 #include "checkpoint.h"
+#include "layer_settings.h"
+#include "tile_graph.h"
 
 namespace ds_memo {
 namespace {
@@ -152,4 +154,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   ds_memo::bind<ds_memo::Cpu>(m);
   ds_memo::remat::bind_follower(m);
   ds_memo::remat::bind_checkpoint(m);
+  ds_memo::remat::bind_layer_settings(m);
+  ds_memo::tiles::bind_tile_graph(m);
 }

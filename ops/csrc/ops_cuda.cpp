@@ -19,6 +19,8 @@
 #include "allocator_core.h"
 #include "allocator_python.h"
 #include "checkpoint.h"
+#include "layer_settings.h"
+#include "tile_graph.h"
 
 #define DS_MEMO_TORCH (TORCH_VERSION_MAJOR * 100 + TORCH_VERSION_MINOR)
 #if DS_MEMO_TORCH < 211
@@ -420,4 +422,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   ds_memo::bind<ds_memo::Cuda>(m);
   ds_memo::remat::bind_follower(m);
   ds_memo::remat::bind_checkpoint(m);
+  ds_memo::remat::bind_layer_settings(m);
+  ds_memo::tiles::bind_tile_graph(m);
 }

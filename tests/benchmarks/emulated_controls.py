@@ -199,7 +199,7 @@ def threads_of_the_second_device(clock: Clock) -> dict[str, Any]:
     block, there = slab.allocate(MIB, "a test"), torch.empty(MIB, dtype=torch.uint8, device=device)
     with tempfile.TemporaryDirectory() as folder:
         files = DirectFiles([directory(Path(folder))], 64 * MIB, streams, preallocate=False)
-        streams.copy(D2H, block.views(0, MIB)[0], there)
+        streams.copy(D2H, block.views(0, MIB)[0], there, MIB)
         transfer = files.write(block, files.extent(MIB, "a test"), (streams.mark(D2H),))
         torch.cuda.synchronize(device)  # the clock goes on
         assert transfer.over.wait(60)

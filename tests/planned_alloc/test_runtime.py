@@ -137,11 +137,11 @@ def test_kept_outputs_leave_from_where_they_were_born_and_come_back_to_planned_a
         streams, seen = inside(counting.handle).engine.streams, {"d2h": [], "h2d": []}
         copy_ = streams.copy
 
-        def watch(stream: str, dst: torch.Tensor, src: torch.Tensor) -> None:
+        def watch(stream: str, dst: torch.Tensor, src: torch.Tensor, *where: int) -> None:
             storage = (src if stream == "d2h" else dst).untyped_storage()
             if storage.nbytes() >= MIN_BYTES["cpu"]:
                 seen[stream].append(CPU.owns(storage.data_ptr()))
-            copy_(stream, dst, src)
+            copy_(stream, dst, src, *where)
 
         streams.copy = watch
         step(model, BATCH)
@@ -256,11 +256,11 @@ def test_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """tests/test_compiled.py has each fault of a build."""
     monkeypatch.setattr(library, "_loaded", {})
     for name in ("library", "why"):
-        monkeypatch.setattr(follower._Process, name, None)
+        monkeypatch.setattr(follower._Followed, name, None)
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     model = build("plain")
-    with pytest.warns(ds_memo.MemoWarning, match="record and replay run in Python, .* memo_ops_cpu is not available: no C"):
+    with pytest.warns(ds_memo.MemoWarning, match=r"record and replay run in Python, .*\(memo_ops_cpu is not available: no C"):
         want = outcomes(model, BARE, lambda m, _: step(m, BATCH), 1)[0]
     with pytest.warns(ds_memo.MemoWarning, match="not planned: memo_ops_cpu is not available"):
         handle = ds_memo.attach(model, CONFIG)

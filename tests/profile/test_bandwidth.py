@@ -48,7 +48,7 @@ def test_copies_go_round_over_a_span_of_the_host(budget, chunks):
     bench = CopyBench(CPU, budget=budget, chunk=1 << 20, span=1 << 24)
     copied = {D2H: [], H2D: []}
     real = bench._streams.copy
-    bench._streams.copy = lambda stream, dst, src: copied[stream].append((dst, src)) or real(stream, dst, src)
+    bench._streams.copy = lambda stream, *copy: copied[stream].append(copy[:2]) or real(stream, *copy)
     bench.rate(D2H), bench.rate(H2D)
     bench.close()
     written, read = ({pair[side].data_ptr() for pair in copied[stream]} for side, stream in enumerate((D2H, H2D)))
@@ -80,11 +80,11 @@ class Throttled(ThreadStreams):
         super().__init__()
         self._rates = {D2H: d2h_bytes_per_s, H2D: h2d_bytes_per_s}
 
-    def _hand_over(self, stream):
-        nbytes = sum(src.nbytes for _, src in self._copies[stream])
-        super()._hand_over(stream)
+    def _hand_over(self, stream, then):
+        nbytes = sum(copied for _, _, copied, *_ in self._copies[stream])
         if nbytes:
             self._queues[stream].put((time.sleep, nbytes / self._rates[stream]))
+        super()._hand_over(stream, then)
 
 
 def test_each_direction_has_its_own_rate(monkeypatch):

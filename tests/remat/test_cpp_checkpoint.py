@@ -25,7 +25,7 @@ Checkpoint = Callable[..., Any]
 
 @pytest.fixture(scope="module")
 def library() -> Any:
-    return follower.library(lambda _: None) or pytest.skip(str(follower._Process.why))
+    return follower.library(lambda _: None) or pytest.skip(str(follower._Followed.why))
 
 
 def by_torch(run: Run, *args: Any) -> Any:

@@ -33,7 +33,7 @@ pytestmark = [pytest.mark.filterwarnings("ignore::ds_memo.errors.MemoWarning"), 
 @pytest.fixture(scope="module")
 def library() -> Any:
     found = follower.library(lambda _: None)
-    return found or pytest.skip(str(follower._Process.why))
+    return found or pytest.skip(str(follower._Followed.why))
 
 
 @dataclass
@@ -51,7 +51,7 @@ class Log:
 
 
 def ops_in_cpp() -> int:
-    return follower._Process.library.counts()[0]
+    return follower._Followed.library.counts()[0]
 
 
 def logged(model: nn.Module, drive: Callable[[nn.Module, int], Outcome], config: dict[str, Any], steps: int) -> Log:

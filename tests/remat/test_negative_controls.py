@@ -32,10 +32,10 @@ def drive(model: torch.nn.Module, number: int) -> Outcome:
 def delay(patch: Patch, stream: str) -> None:
     """Delay the copies of one stream, and change nothing else about them."""
 
-    def slow(right: Any, streams: ThreadStreams, name: str, dst: torch.Tensor, src: torch.Tensor) -> None:
+    def slow(right: Any, streams: ThreadStreams, name: str, *copy: Any) -> None:
         if name == stream:
             streams._queues[name].put((time.sleep, 0.002))
-        right(streams, name, dst, src)
+        right(streams, name, *copy)
 
     put_in(patch, ThreadStreams, "copy", slow)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from ds_memo.remat.layer_state import ModulePart
+from ds_memo.remat import layer_state
 from tests.models import Different, Outcome, compare_with_stock, gradients
 from tests.remat.situations import BATCH, WAYS, toy
 from tests.tiles.rig import assert_step, config
@@ -97,6 +97,6 @@ def test_tensors_in_parameters_places(how: str, first: int, way: str) -> None:
 @pytest.mark.filterwarnings("ignore:layer base.blocks.1. its replay computes other values")
 @pytest.mark.parametrize("way", ["recomputed", "tiles"])
 def test_a_replay_that_finds_the_modules_own(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ModulePart, "_parameters", lambda self: {})
+    monkeypatch.setattr(layer_state, "_PLAIN_TENSORS", set())
     with pytest.raises(Different):
         check(in_functional_call, "merged", "norm1", SETTINGS[way])

@@ -52,8 +52,8 @@ class VirtualStreams:
     def done(self, event: Moment) -> bool:
         return event.at <= self.now[COMPUTE]
 
-    def copy(self, stream: str, dst: Virtual, src: Virtual) -> None:
-        self.now[stream] += src.nbytes / (self.d2h_bytes_per_s if stream == D2H else self.h2d_bytes_per_s)
+    def copy(self, stream: str, dst: Virtual, src: Virtual, nbytes: float, dst_at: int = 0, src_at: int = 0) -> None:
+        self.now[stream] += nbytes / (self.d2h_bytes_per_s if stream == D2H else self.h2d_bytes_per_s)
 
     def compute(self, seconds: float) -> None:
         self.now[COMPUTE] += seconds
@@ -71,12 +71,12 @@ class VirtualStreams:
 
 @dataclass(eq=False, slots=True)
 class Virtual:
-    """A number of bytes: a tensor, what a frame keeps of it (ds_memo.swap.frame.Kept), and where it is on the host."""
+    """A number of bytes: a tensor, what a frame keeps of it (ds_memo.swap.frame.Kept), and the block on the host."""
 
     nbytes: float
     index: int = 0
     """Among the tensors of its frame."""
-    buffer_offset = _version = 0
+    host_offset = buffer_offset = _version = 0
 
     @property
     def stored_bytes(self) -> float:
@@ -88,11 +88,8 @@ class Virtual:
     def laid(self, tensor: Virtual) -> Virtual:
         return tensor
 
-    def rows_in(self, block: Any) -> Virtual:
-        return self
-
-    def pairs(self, host: Virtual, tensor: Virtual) -> list[tuple[Virtual, Virtual]]:
-        return [(host, tensor)]
+    def parts(self, begin: int, nbytes: float) -> list[tuple[Virtual, int, int, float]]:
+        return [(self, 0, 0, nbytes)]
 
     def slot_in(self, buffer: Any) -> Virtual:
         return self

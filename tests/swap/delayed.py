@@ -80,7 +80,7 @@ class DelayedStreams(ThreadStreams):
         if stream == COMPUTE:
             self._look()
 
-    def copy(self, stream: str, dst: torch.Tensor, src: torch.Tensor) -> None:
+    def copy(self, stream: str, dst: torch.Tensor, src: torch.Tensor, nbytes: int, dst_at: int = 0, src_at: int = 0) -> None:
         self._look()
         device = {D2H: src, H2D: dst}[stream].untyped_storage()
         watched = self._watched.get(device._cdata)
@@ -93,9 +93,8 @@ class DelayedStreams(ThreadStreams):
             watched.pending += 1
         host = dst if stream == D2H else src
         delay = self._random.choice(self._delays)
-        if not (dst.is_contiguous() and src.is_contiguous() and dst.dtype == src.dtype):
-            src, host = src.contiguous(), (host, src)  # compute is synchronous: the same value, read a little earlier
-        self._queues[stream].put((_late_copy, self._lock, delay, dst.data_ptr(), src.data_ptr(), dst.nbytes, watched, host))
+        to, whence = dst.data_ptr() + dst_at, src.data_ptr() + src_at
+        self._queues[stream].put((_late_copy, self._lock, delay, to, whence, nbytes, watched, host))
 
     def _look(self) -> None:
         for key, watched in list(self._watched.items()):

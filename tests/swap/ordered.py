@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_memo.remat.op_policy import written_tensors
 from ds_memo.swap.host_slab import Block, HostSlab
-from ds_memo.swap.streams import COMPUTE, D2H, H2D, Streams
+from ds_memo.swap.streams import COMPUTE, D2H, H2D, Streams, bytes_of
 
 Clock = dict[str, int]
 """Finished steps of each stream."""
@@ -49,8 +49,8 @@ class Immediate:
     def done(self, event: str) -> bool:
         return True
 
-    def copy(self, stream: str, dst: torch.Tensor, src: torch.Tensor) -> None:
-        dst.copy_(src)
+    def copy(self, stream: str, dst: torch.Tensor, src: torch.Tensor, nbytes: int, dst_at: int = 0, src_at: int = 0) -> None:
+        bytes_of(dst, dst_at, nbytes).copy_(bytes_of(src, src_at, nbytes))
 
     def current(self) -> None:
         return None
@@ -130,15 +130,14 @@ class OrderedStreams(TorchDispatchMode):
     def done(self, event: Event) -> bool:
         return self.inner.done(event.inner)
 
-    def copy(self, stream: str, dst: torch.Tensor, src: torch.Tensor) -> None:
+    def copy(self, stream: str, dst: torch.Tensor, src: torch.Tensor, nbytes: int, dst_at: int = 0, src_at: int = 0) -> None:
         self.verify()
         self._step(stream)
-        what = f"{tuple(src.shape)} {str(src.dtype).removeprefix('torch.')}"
-        self._access(stream, src, False, f"copy of {what}")
-        self._access(stream, dst, True, f"copy of {what}")
         self._paused += 1
         try:
-            self.inner.copy(stream, dst, src)
+            self._access(stream, bytes_of(src, src_at, nbytes), False, "copy")
+            self._access(stream, bytes_of(dst, dst_at, nbytes), True, "copy")
+            self.inner.copy(stream, dst, src, nbytes, dst_at, src_at)
         finally:
             self._paused -= 1
 

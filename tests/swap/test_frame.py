@@ -9,10 +9,11 @@ import torch
 
 from ds_memo.errors import MemoError
 from ds_memo.placement import ON_DEVICE, SWAPPED
-from ds_memo.swap.frame import Frame, Kept, Layout, dense_order
+from ds_memo.swap.frame import Frame, Kept, Layout, ReloadBuffer, dense_order
 from ds_memo.swap.host_pool import Range
 from ds_memo.swap.host_slab import Block
 from ds_memo.swap.pinned_segments import Segment
+from ds_memo.swap.streams import bytes_of
 from ds_memo.units import ALIGN
 from tests.swap.crumbs import crumbled
 
@@ -89,14 +90,26 @@ def host_block(nbytes: int, crumbs: bool = False) -> tuple[Block, torch.Tensor]:
     return Block(crumbled(pieces, seed=1) if crumbs else pieces), memory
 
 
+def pairs(kept: Kept, block: Block, tensor: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return pairs to copy between: (part on the host, the same part of the tensor's stored rows)."""
+    parts = block.parts(kept.host_offset, kept.stored_bytes)
+    return [(bytes_of(memory, begin, nbytes), bytes_of(tensor, at, nbytes)) for memory, begin, at, nbytes in parts]
+
+
 def send(kept: Kept, block: Block, tensor: torch.Tensor) -> None:
-    for there, here in kept.pairs(kept.rows_in(block), tensor):
+    for there, here in pairs(kept, block, tensor):
         there.copy_(here)
 
 
 def fetch(kept: Kept, block: Block, slot: torch.Tensor) -> None:
-    for there, here in kept.pairs(kept.rows_in(block), slot):
+    for there, here in pairs(kept, block, slot):
         here.copy_(there)
+
+
+def filled(nbytes: int, value: int) -> tuple[ReloadBuffer, torch.Tensor]:
+    """Return a reload buffer, and its bytes."""
+    buffer = ReloadBuffer(nbytes, torch.device("cpu"))
+    return buffer, buffer[torch.uint8].fill_(value)
 
 
 @pytest.mark.parametrize("times", [1, 40])
@@ -115,19 +128,17 @@ def round_trip(tensor: torch.Tensor, crumbs: bool, times: int) -> None:
     layout.add(torch.empty(3, 1, dtype=torch.uint8))  # an odd number of bytes before it
     kept = layout.add(tensor)
     block, host = host_block(layout.host_bytes, crumbs)
-    buffer = torch.full((layout.buffer_bytes,), 0xCD, dtype=torch.uint8)
+    views, buffer = filled(layout.buffer_bytes, 0xCD)
 
     send(kept, block, tensor)
-    slot = kept.slot_in(buffer)
+    slot = kept.slot_in(views)
     fetch(kept, block, slot)
 
     assert slot.dtype == tensor.dtype
     assert slot.stride() == tensor.stride()
     assert torch.equal(slot, tensor)
-    pairs = list(kept.pairs(kept.rows_in(block), tensor))
-    assert len(pairs) == (-(-kept.stored_bytes // ALIGN) if crumbs else 1), "one copy for each piece"
-    for view in (*itertools.chain(*pairs), kept.rows_of(slot)):
-        assert view.is_contiguous(), "a copy that is not one piece cannot run on a copy engine"
+    parts = block.parts(kept.host_offset, kept.stored_bytes)
+    assert len(parts) == (-(-kept.stored_bytes // ALIGN) if crumbs else 1), "one copy for each piece"
     assert slot.untyped_storage()._cdata == buffer.untyped_storage()._cdata
     assert kept.stored_bytes == tensor.numel() * tensor.itemsize
     assert torch.cat(block.views(0, ALIGN)).tolist() == [0xAB] * ALIGN, "the neighbour was written to"
@@ -144,7 +155,7 @@ def test_rows_are_the_leading_ones(rows, crumbs):
     assert kept.stored_bytes == layout.stored_bytes == rows * 160
     block, _ = host_block(layout.host_bytes, crumbs)
     send(kept, block, tensor)
-    slot = kept.slot_in(torch.zeros(layout.buffer_bytes, dtype=torch.uint8))
+    slot = kept.slot_in(filled(layout.buffer_bytes, 0)[0])
     assert slot.shape == tensor.shape, "the slot is whole whatever the host holds"
     fetch(kept, block, slot)
     assert torch.equal(slot[:rows], tensor[:rows])
@@ -168,8 +179,8 @@ def test_offsets_are_aligned_and_do_not_overlap():
 def test_changing_a_slot_in_place_does_not_count_on_its_neighbours():
     layout = Layout()
     one, two = layout.add(torch.empty(4, 4)), layout.add(torch.empty(4, 4))
-    buffer = torch.zeros(layout.buffer_bytes, dtype=torch.uint8)
-    first, second = one.slot_in(buffer), two.slot_in(buffer)
+    views, buffer = filled(layout.buffer_bytes, 0)
+    first, second = one.slot_in(views), two.slot_in(views)
     before = second._version, buffer._version
     first.add_(1)
     assert (second._version, buffer._version) == before

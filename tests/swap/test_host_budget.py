@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -56,6 +57,28 @@ def test_in_turns_each_has_everything_and_nothing_is_mapped_anew():
         slab.budget.forward_over()
     assert len(set(found)) == 1 and slabs[0].size == slabs[1].size == 10 * PAGE
     assert shares(slabs) == [10, 10] and [slab.peak_used for slab in slabs] == [10 * PAGE] * 2
+
+
+def test_room_in_the_usual_case_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is one comparison, which looks at no other client. All else is counted as before."""
+    counted: list[bool] = []
+    left = HostBudget.left.fget
+    monkeypatch.setattr(HostBudget, "left", property(lambda self: (counted.append(True), left(self))[1]))
+    for at_once, agreed, most, mine, others, wanted in itertools.product(
+        (False, True), (3, 8), (5, 9), (0, 2), (0, 4), range(12)
+    ):
+        first, second = slabs_of(8, 10)
+        budget, pool = first.budget, first.pool
+        blocks = [(slab, take(slab, pages)) for slab, pages in ((first, mine), (second, others)) if pages]
+        budget.agree(agreed * PAGE)
+        budget.has_share, pool.most = at_once, most * PAGE
+        counted.clear()
+        found, was_counted = budget.has_room(wanted * PAGE), bool(counted)
+        assert found == (wanted * PAGE <= left(budget))
+        assert was_counted or (found and not at_once)
+        assert not was_counted or at_once or mine + others + wanted > min(8, agreed, most)
+        for slab, block in blocks:
+            slab.free(block)
 
 
 def test_at_once_each_has_an_equal_share_from_then_on():
@@ -185,7 +208,7 @@ def test_abandoned_copies_end_before_memory_is_allocated_again():
     there = streams.ThreadStreams()
     slow = torch.zeros(1)
     there._queues[streams.D2H].put((time.sleep, 0.2))
-    there.copy(streams.D2H, slow, torch.ones(1))
+    there.copy(streams.D2H, slow, torch.ones(1), 4)
     del there
     streams.finish_abandoned(CPU)
     assert slow.item() == 1

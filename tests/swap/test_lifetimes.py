@@ -193,7 +193,7 @@ def test_a_frame_that_dies_while_the_engine_closes(when):
 def test_closing_after_a_copy_failed_raises_and_still_ends_the_threads():
     rig = Rig()
     frame = rig.layer()
-    rig.streams.copy(D2H, torch.zeros(3), torch.zeros(4))
+    rig.streams.copy(D2H, torch.zeros(4), torch.zeros(4, device="meta"), 16)
     with pytest.raises(MemoError, match="a copy on the d2h stream failed"):
         rig.engine.close()
     assert not any(thread.is_alive() for thread in rig.streams._threads)

@@ -10,7 +10,7 @@ import itertools
 import pytest
 
 from ds_memo.nvme.file_home import FileHome
-from ds_memo.swap.frame import Kept
+from ds_memo.swap.host_slab import Block
 from ds_memo.swap.stream_protocol import H2D
 from ds_memo.swap.streams import ThreadStreams
 from tests.everyday import everyday
@@ -217,22 +217,21 @@ def test_without_this_wait_for_files_gradients_are_wrong(mutant, tmp_path):
 
 # ---- how pieces are cut
 
-RIGHT = Kept.pairs
+RIGHT = Block.parts
 
 
-def same_rows_for_each_piece(kept, host, tensor):
-    rows = kept.rows_of(tensor)
-    return [(part, rows[: part.numel()]) for part in host]
+def same_rows_for_each_piece(block, begin, nbytes):
+    return [(memory, first, 0, size) for memory, first, _, size in RIGHT(block, begin, nbytes)]
 
 
-def no_second_piece(kept, host, tensor):
-    return list(RIGHT(kept, host, tensor))[:1]
+def no_second_piece(block, begin, nbytes):
+    return RIGHT(block, begin, nbytes)[:1]
 
 
 @pytest.mark.parametrize("wrong", everyday([same_rows_for_each_piece, no_second_piece], [same_rows_for_each_piece]))
 def test_pieces_cut_wrongly_are_noticed(wrong, monkeypatch):
     story = scenarios.train
     assert not differing(tell(story, DelayedStreams(0), slab=Crumbs), told(story)[0])
-    monkeypatch.setattr(Kept, "pairs", wrong)
+    monkeypatch.setattr(Block, "parts", wrong)
     assert not differing(tell(story, DelayedStreams(0)), told(story)[0]), "with one piece there is nothing to cut"
     assert differing(tell(story, DelayedStreams(0), slab=Crumbs), told(story)[0])

@@ -71,9 +71,9 @@ def test_there_and_back(device):
     host = torch.empty(1000, pin_memory=device.type == "cuda")
     target = torch.empty(1000, device=device)
     streams.wait(D2H, streams.mark(COMPUTE))
-    streams.copy(D2H, host, source)
+    streams.copy(D2H, host, source, 4000)
     streams.wait(H2D, streams.mark(D2H))
-    streams.copy(H2D, target, host)
+    streams.copy(H2D, target, host, 4000)
     streams.wait(COMPUTE, streams.mark(H2D))
     assert torch.equal(target, source)
     assert streams.stall_s().keys() == {D2H, H2D}
@@ -87,7 +87,7 @@ def test_copies_of_one_stream_keep_their_order(device):
     sources = [torch.full((50_000,), float(value), device=device) for value in range(20)]
     streams.wait(D2H, streams.mark(COMPUTE))
     for source in sources:
-        streams.copy(D2H, host, source)
+        streams.copy(D2H, host, source, host.nbytes)
     streams.wait(COMPUTE, streams.mark(D2H))
     if device.type == "cuda":
         torch.cuda.synchronize()
@@ -116,7 +116,7 @@ def test_a_copy_waits_for_a_busy_compute_stream():
     torch.cuda._sleep(200_000_000)
     source.add_(1)
     streams.wait(D2H, streams.mark(COMPUTE))
-    streams.copy(D2H, host, source)
+    streams.copy(D2H, host, source, host.nbytes)
     streams.wait(COMPUTE, streams.mark(D2H))
     source.zero_()
     torch.cuda.synchronize()
@@ -155,13 +155,13 @@ def test_asking_how_long_compute_waited_does_not_wait_for_the_device(monkeypatch
 
 def test_a_stream_waits_for_what_it_is_told_to_alone(held):
     source, host, target, other = torch.ones(4), torch.zeros(4), torch.zeros(4), torch.zeros(4)
-    held.copy(D2H, host, source)
+    held.copy(D2H, host, source, 16)
     sent = held.mark(D2H)
     assert not sent.done.is_set() and host.tolist() == [0.0] * 4, "compute goes on"
-    held.copy(H2D, other, source)
+    held.copy(H2D, other, source, 16)
     unasked = held.mark(H2D)
     held.wait(H2D, sent)
-    held.copy(H2D, target, host)
+    held.copy(H2D, target, host, 16)
     back = held.mark(H2D)
     held.release(H2D)
     held.wait(COMPUTE, unasked)
@@ -174,7 +174,7 @@ def test_a_stream_waits_for_what_it_is_told_to_alone(held):
 
 
 def test_waiting_counts_as_stall(held):
-    held.copy(D2H, torch.zeros(4), torch.ones(4))
+    held.copy(D2H, torch.zeros(4), torch.ones(4), 16)
     event = held.mark(D2H)
     wait = event.done.wait
     event.done.wait = lambda: (threading.Timer(0.05, held.release).start(), wait())  # no earlier than compute waits
@@ -188,8 +188,8 @@ def test_waiting_counts_as_stall(held):
 def test_a_copy_that_fails_raises_where_compute_waits(stream):
     """For whatever it waits: the error names the stream that it happened on."""
     streams = ThreadStreams()
-    streams.copy(stream, torch.zeros(3), torch.zeros(4))
-    streams.copy(stream, torch.zeros(4), torch.zeros(4))
+    streams.copy(stream, torch.zeros(4), torch.zeros(4, device="meta"), 16)
+    streams.copy(stream, torch.zeros(4), torch.zeros(4), 16)
     streams.mark(stream).done.wait(LONG_S)
     for other in (stream, D2H, H2D):
         with pytest.raises(MemoError, match=f"a copy on the {stream} stream failed") as caught:
@@ -204,13 +204,13 @@ def test_close_finishes_what_was_issued_and_ends_the_threads():
     assert all(thread.daemon for thread in streams._threads), "they do not keep the process"
     pairs = [(torch.zeros(8), torch.full((8,), float(n))) for n in range(10)]
     for host, source in pairs:
-        streams.copy(D2H, host, source)
+        streams.copy(D2H, host, source, 32)
     streams.close()
     assert all(torch.equal(host, source) for host, source in pairs)
     assert alive(streams) == [False, False]
     streams.close()
     with pytest.raises(MemoError, match="closed"):
-        ThreadStreams.copy(streams, D2H, torch.zeros(1), torch.zeros(1))
+        ThreadStreams.copy(streams, D2H, torch.zeros(1), torch.zeros(1), 4)
     with pytest.raises(MemoError, match="closed"):
         streams.wait(COMPUTE, streams.mark(D2H))
 
@@ -219,7 +219,7 @@ def test_close_finishes_what_was_issued_and_ends_the_threads():
 def test_an_abandoned_object_ends_its_threads(cycle):
     streams = ThreadStreams()
     host, source = torch.zeros(8), torch.ones(8)
-    streams.copy(D2H, host, source)
+    streams.copy(D2H, host, source, 32)
     threads, gone = streams._threads, weakref.ref(streams)
     if cycle:
         streams.cycle = streams
@@ -240,7 +240,7 @@ def test_a_forked_process_has_no_threads() -> None:
         said = b"nothing"
         with contextlib.suppress(BaseException):
             try:
-                streams.copy(D2H, torch.empty(1), torch.ones(1))
+                streams.copy(D2H, torch.empty(1), torch.ones(1), 4)
             except MemoError as error:
                 said = str(error).encode()
         os.write(writer, said)
@@ -249,7 +249,7 @@ def test_a_forked_process_has_no_threads() -> None:
     assert b"in a process forked from the one that made it" in os.read(reader, 1000)
     os.close(reader), os.close(writer)
     target = torch.zeros(1)
-    streams.copy(D2H, target, torch.ones(1))
+    streams.copy(D2H, target, torch.ones(1), 4)
     streams.wait(COMPUTE, streams.mark(D2H))
     assert target.item() == 1
     streams.close()
@@ -264,7 +264,7 @@ from ds_memo.swap.streams import ThreadStreams
 streams, source = ThreadStreams(), torch.ones(1 << 24)
 target = torch.empty_like(source)
 for _ in range(50):
-    streams.copy("d2h", target, source)
+    streams.copy("d2h", target, source, source.nbytes)
 streams.mark("d2h")
 """
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from ds_memo.remat import follower
 from ds_memo.remat.op_policy import ATTENTION
 from ds_memo.remat.recipe import Recipe
 from ds_memo.spans import Span
@@ -237,7 +238,7 @@ def test_attention_that_runs_again(monkeypatch: Patch) -> None:
 
     put_in(monkeypatch, modes.SupplyHeads, "__torch_dispatch__", recompute)
     model, batch = toy(), Batch.random(2, 23)
-    with attached(model):
+    with follower.in_python(), attached(model):
         step(model, batch)
         with Flops() as seen:
             step(model, batch)
