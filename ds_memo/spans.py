@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -18,7 +19,7 @@ class Span:
     rows: slice
     tokens: slice
 
-    @property
+    @functools.cached_property
     def size(self) -> tuple[int, int]:
         """Sequences and positions."""
         return self.rows.stop - self.rows.start, self.tokens.stop - self.tokens.start

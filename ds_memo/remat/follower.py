@@ -43,8 +43,6 @@ class PythonFollower:
         """Number of tensors that autograd has saved."""
         self.following = True
         """False: the call has left its recipe."""
-        self.plain_only = False
-        """True: C++ leaves all ops of the recipe to Python."""
         self.noted: list[torch.Tensor] | None = None
         """Takes what autograd saves; None: it is counted."""
         self.flops = 0

@@ -114,12 +114,15 @@ class NotingMode(Mode):
             return super().__enter__()
         pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(False)
 
+        torch._C._autograd._push_saved_tensors_default_hooks(self._noting(pack), unpack)
+        return super().__enter__()
+
+    def _noting(self, pack: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
         def noting_pack(tensor: torch.Tensor) -> Any:
             self._note(tensor)
             return pack(tensor)
 
-        torch._C._autograd._push_saved_tensors_default_hooks(noting_pack, unpack)
-        return super().__enter__()
+        return noting_pack
 
     def _watched(self, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Ran:
         """Run a function given to `keep_whole`. What autograd saves meanwhile goes into its description, not to `_note`."""

@@ -194,6 +194,12 @@ class Recipe:
         return replace(self, ops=self.pre)
 
     @cached_property
+    def dead_pre(self) -> Recipe:
+        """Recipe of the pre's run before a post: it computes the products that the post needs, and is supplied the rest."""
+        ops = [replace(op, wanted=op.for_post, kept=None) if isinstance(op, Gemm) else op for op in self.pre]
+        return replace(self, ops=ops)
+
+    @cached_property
     def post_backward(self) -> Recipe:
         """Recipe of a whole run whose attention is supplied: of the pre's products, it computes those that the post needs."""
         return self._of_pre(lambda op: op.wanted and op.for_post, self.post)

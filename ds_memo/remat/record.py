@@ -9,7 +9,7 @@ import torch
 
 from ds_memo.remat import op_policy
 from ds_memo.remat.call import Call, needs_right_operands, noticing_draws
-from ds_memo.remat.follower import follow, leave_out_all
+from ds_memo.remat.follower import PythonFollower, follow, leave_out_all, library
 from ds_memo.remat.functions import has_inner_tensors
 from ds_memo.remat.modes import NotingMode
 from ds_memo.remat.op_policy import OpKind, kind_of
@@ -67,6 +67,9 @@ class Record(NotingMode):
         self.at.packs += 1
         if self.at.leaves_any_out and self.at.following and self.at.leaves_out(storage_of(tensor)):
             self.leave()
+
+    def _noting(self, pack: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
+        return super()._noting(pack) if isinstance(self.at, PythonFollower) else library().noting(self, pack)
 
     def _note_in(self, saved: list[torch.Tensor] | None) -> None:
         super()._note_in(saved)

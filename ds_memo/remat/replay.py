@@ -142,7 +142,7 @@ class Replay(Mode):
 
     def supplied(self, index: int) -> tuple[Any, ...]:
         """Return the outputs of the saved op at `index`, for C++."""
-        return self._supplied(index, self._ops[index])
+        return self._supplied(index, self._ops[index])  # type: ignore[arg-type]
 
     def _supplied(self, index: int, op: SavedOp) -> tuple[Any, ...]:
         """Return the outputs of the saved op at `index`, and set the generator's state after it."""

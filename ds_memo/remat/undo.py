@@ -44,7 +44,7 @@ class Undoing:
     def __init__(self, undo: Callable[[], Any]) -> None:
         self._undo = undo
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Any:
         _thread.open.append(self)
 
     def __exit__(self, *exception: Any) -> None:

@@ -21,7 +21,7 @@ from torch import nn
 
 from ds_memo.errors import MemoError
 from ds_memo.remat.shared_changes import Undo, for_good, need
-from ds_memo.remat.undo import changed
+from ds_memo.remat.undo import Undoing
 from ds_memo.sequence import exchange
 from ds_memo.sequence.carry import Carry
 from ds_memo.sequence.mixers import CONVOLUTIONS, FUSED, SCANS, WHOLE, Spread, convolution, fitting, scan
@@ -87,12 +87,19 @@ def calls_mixers(layer: nn.Module, undo_with: Callable[[Undo], Any] = for_good) 
     return bool(convolutions) or any(caught)
 
 
-@contextmanager
-def carrying(given: Sequence[torch.Tensor] | None, stretch: SequenceParts | None = None) -> Iterator[Carry]:
+class Carrying(Undoing):
     """Have caught functions run on a tile inside the block. See :class:`Carry`."""
-    carry = Carry(given, stretch)
-    with changed(_UNDER_WAY, "carry", carry):
-        yield carry
+
+    __slots__ = ("_carry",)
+
+    def __init__(self, given: Sequence[torch.Tensor] | None, stretch: SequenceParts | None = None) -> None:
+        super().__init__(functools.partial(setattr, _UNDER_WAY, "carry", _UNDER_WAY.carry))
+        self._carry = Carry(given, stretch)
+
+    def __enter__(self) -> Carry:
+        super().__enter__()
+        _UNDER_WAY.carry = self._carry
+        return self._carry
 
 
 @contextmanager

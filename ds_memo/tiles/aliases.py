@@ -44,9 +44,5 @@ def refuse_create_graph() -> None:
 
 
 def dropping() -> Any:
-    """Have autograd save nothing inside the block, where no backward uses the graph."""
-    return torch.autograd.graph.saved_tensors_hooks(_drop, _drop)
-
-
-def _drop(_: Any) -> None:
-    pass
+    """Have autograd save nothing inside the block, where no backward uses the graph: a number in the place of each tensor."""
+    return torch.autograd.graph.saved_tensors_hooks(id, id)  # builtins: forwards call the first for each tensor

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from ds_memo.remat.modes import saves_for_a_checkpoint
 from ds_memo.remat.shared_changes import Undo, for_good, need
 from ds_memo.remat.undo import Undoing
 from ds_memo.spans import Span
-from ds_memo.tiles.slices import new_whole, part
+from ds_memo.tiles.slices import new_whole, parts
 
 UNDER_A_CHECKPOINT = "a part of it runs under torch.utils.checkpoint, and would run again in each backward of a tile"
 
@@ -97,9 +96,10 @@ _LEAVES = (torch.Tensor, nn.Module, int, float, str, type(None))
 def _flatten(args: tuple, kwargs: dict[str, Any]) -> tuple[list[Any], TreeSpec]:
     """Return ``tree_flatten((args, kwargs))``, which takes 30 µs, in less time where no argument is a container."""
     leaves = [*args, *kwargs.values()]
-    if all(isinstance(leaf, _LEAVES) or tree_is_leaf(leaf) for leaf in leaves):
-        return leaves, _spec(len(args), tuple(kwargs))
-    return tree_flatten((args, kwargs))
+    for leaf in leaves:
+        if not (isinstance(leaf, _LEAVES) or tree_is_leaf(leaf)):
+            return tree_flatten((args, kwargs))
+    return leaves, _spec(len(args), tuple(kwargs))
 
 
 @functools.lru_cache(maxsize=64)
@@ -133,7 +133,7 @@ def run_to_attention(forward: Callable[..., Any], args: tuple, kwargs: dict[str,
         reached.append(call)
         raise _Reached
 
-    with _catching(stop, sdpa):
+    with _Catching(stop, sdpa):
         try:
             forward(*args, **kwargs)
         except _Reached:
@@ -165,27 +165,34 @@ def run_with_attention(
             raise CannotTile("it calls attention more than once")
         return supply(call)
 
-    with _catching(once, sdpa):
+    with _Catching(once, sdpa):
         result = forward(*args, **kwargs)
     if not calls:
         raise NoAttention
     return result
 
 
-@contextmanager
-def _catching(handler: Callable[[AttentionCall], Any], sdpa: bool) -> Iterator[None]:
-    before, depth = _thread.handler, _len_torch_function_stack()
+class _Catching(Undoing):
+    """Have `handler` get the calls of attention inside the block."""
 
-    def put_back() -> None:
-        _thread.handler = before
-        while _len_torch_function_stack() > depth:
-            _pop_torch_function_stack()
+    __slots__ = ("_handler", "_sdpa")
 
-    with Undoing(put_back):
-        _thread.handler = handler
-        if sdpa:
+    def __init__(self, handler: Callable[[AttentionCall], Any], sdpa: bool) -> None:
+        # No method of its own, which would leave a circle: a handler holds a tile's tensors.
+        super().__init__(functools.partial(_put_back, _thread.handler, _len_torch_function_stack()))
+        self._handler, self._sdpa = handler, sdpa
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        _thread.handler = self._handler
+        if self._sdpa:
             _push_on_torch_function_stack(_CatchSdpa())
-        yield
+
+
+def _put_back(handler: Callable[[AttentionCall], Any] | None, depth: int) -> None:
+    _thread.handler = handler
+    while _len_torch_function_stack() > depth:
+        _pop_torch_function_stack()
 
 
 def _caught(fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -246,29 +253,38 @@ class Gathered:
     Args:
         dims: by leaf, the dimension of its tokens, or None.
         batch, length: of the whole.
+        spans: the tiles.
     """
 
-    def __init__(self, dims: Sequence[int | None], batch: int, length: int) -> None:
+    def __init__(self, dims: Sequence[int | None], batch: int, length: int, spans: Sequence[Span]) -> None:
         self._dims = dims
         self._size = batch, length
+        self._spans = spans
         self.call: AttentionCall | None = None
         self.leaves: list[Any] = []
+        self.parts: dict[int, list[torch.Tensor]] = {}
+        """By index of a leaf that is put together: the tiles' parts of it."""
 
     def _new(self, tile: torch.Tensor, dim: int) -> torch.Tensor:
         if tile.dim() == 4 and dim == 2:  # (b, heads, s, d): heads of a token side by side, as kernels then return them
             return new_whole(tile.transpose(1, 2).contiguous(), *self._size, 1).transpose(1, 2)
         return new_whole(tile, *self._size, dim)
 
-    def add(self, span: Span, call: AttentionCall) -> None:
+    def add(self, number: int, call: AttentionCall) -> None:
         """Take what one tile gives to attention."""
-        wholes = call.cut_from
         if self.call is None:
-            self.call = call
-            self.leaves = [
-                leaf if dim is None else wholes[id(leaf)] if id(leaf) in wholes else self._new(leaf.detach(), dim)
-                for leaf, dim in zip(call.leaves, self._dims, strict=True)
-            ]
-        for whole, leaf, dim in zip(self.leaves, call.leaves, self._dims, strict=True):
-            if dim is not None and id(leaf) not in wholes:
-                part(whole, span, dim).copy_(leaf.detach())
+            self._begin(call)
+        for index, of_tiles in self.parts.items():
+            of_tiles[number].copy_(call.leaves[index].detach())
         call.leaves = []  # they hold the tile's graph
+
+    def _begin(self, call: AttentionCall) -> None:
+        """Allocate memory for all tokens of what the first tile gives."""
+        self.call, self.leaves = call, list(call.leaves)
+        for index, (leaf, dim) in enumerate(zip(call.leaves, self._dims, strict=True)):
+            if dim is None:
+                continue
+            self.leaves[index] = whole = call.cut_from.get(id(leaf))
+            if whole is None:
+                self.leaves[index] = whole = self._new(leaf.detach(), dim)
+                self.parts[index] = parts(whole, self._spans, dim)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch.autograd.graph import Node
 
+from ds_memo.remat import follower
 from ds_memo.remat.layer_call import CannotTile
 from ds_memo.tiles.attention_call import UNDER_A_CHECKPOINT
 
@@ -27,12 +28,24 @@ def graph_of(outputs: Sequence[torch.Tensor]) -> Iterator[tuple[Node, tuple[tupl
 
 def refuse_other_gradients(results: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]) -> None:
     """Refuse a layer if autograd leads from its results to other tensors than these leaves: it would end at a tile."""
+    library = follower.library()
+    found = (_leads_to if library is None else library.leads_to)([*results], [*leaves])
+    if found == "checkpoint":
+        raise CannotTile(UNDER_A_CHECKPOINT)
+    if found:
+        raise CannotTile("a tensor that is neither its argument nor its parameter needs a gradient")
+
+
+def _leads_to(results: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]) -> str:
+    """Return where autograd leads from these results: to "another leaf" than those, to a reentrant "checkpoint", or to neither.
+
+    ops/csrc/tile_graph.h does the same.
+    """
     known = {id(leaf) for leaf in leaves}
     found = [result for result in results if result.requires_grad and result.is_leaf]
     for node, below in graph_of(results):
         if not below:
             found.append(getattr(node, "variable", None))
-        elif node.name() == "CheckpointFunctionBackward":  # a reentrant one
-            raise CannotTile(UNDER_A_CHECKPOINT)
-    if any(leaf is not None and id(leaf) not in known for leaf in found):
-        raise CannotTile("a tensor that is neither its argument nor its parameter needs a gradient")
+        elif node.name() == "CheckpointFunctionBackward":
+            return "checkpoint"
+    return "another leaf" if any(leaf is not None and id(leaf) not in known for leaf in found) else ""

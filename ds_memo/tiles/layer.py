@@ -38,7 +38,7 @@ from ds_memo.remat.layer_state import Before
 from ds_memo.remat.modes import running_tiles
 from ds_memo.remat.recipe import Recipe, remember
 from ds_memo.remat.replay import Replay
-from ds_memo.remat.tensors import storage_of, tensor_leaves
+from ds_memo.remat.tensors import storage_of
 from ds_memo.remat.undo import Undoing, stacks_restored
 from ds_memo.sequence.mixers import fitting
 from ds_memo.sequence.parts import parts_of
@@ -54,7 +54,7 @@ from ds_memo.tiles.graph import refuse_other_gradients
 from ds_memo.tiles.modes import LeftRecipe, RecordPost, RecordPre, ReplayPost
 from ds_memo.tiles.probe_result import by_arrival
 from ds_memo.tiles.recipes import SizeRecipes, TiledLayer
-from ds_memo.tiles.slices import Arguments, fill, new_whole, part
+from ds_memo.tiles.slices import Arguments, fill, new_whole, parts
 from ds_memo.tiles.tile_runs import Gradients, Tile, TileRuns
 from ds_memo.tiles.weight_gradients import GradientSums
 from ds_memo.units import round_up
@@ -252,16 +252,17 @@ class TiledCall:
         attention, result = self._attention, None
         if attention is not None and not self._recomputes:  # first: the backward of the layer above goes on with the last tile's
             attention.begin(self._placement)
+        hiddens = parts(hidden.detach(), self._spans, 1)
         self._host.part_begins("pre")
         if attention is not None:
-            gathered = self._pre(hidden)
+            gathered = self._pre(hiddens)
         self._host.part_begins("attention")
         if attention is not None:
             with torch.set_grad_enabled(self._trains):
                 result = attention.run(gathered)
             del gathered
         self._host.part_begins("post")
-        output = self._post(hidden, result)
+        output = self._post(hiddens, result)
         if attention is not None:
             self._result_dtype = result.dtype
             if not self._recomputes:
@@ -290,36 +291,40 @@ class TiledCall:
         if packed:
             call.recipe = recipe.without_shortcuts(0)
         seed = None if self._seed is None else self._seed + number
-        tile = Tile(span, call, stored, seed, len(carry), followed=not packed)
+        tile = Tile(number, span, call, stored, seed, len(carry), followed=not packed)
         self._tiles.append(tile)
         return tile
 
-    def _pre(self, hidden: torch.Tensor) -> Gathered:
+    def _pre(self, hiddens: Sequence[torch.Tensor]) -> Gathered:
         gathered = self._new_gathered()
         left: list[torch.Tensor] = []
         for number, span in enumerate(self._spans):
-            x, carry = self._runs.hidden_of(hidden, span), self._runs.leaves(left if span.tokens.start else [])
+            x, carry = self._runs.leaf(hiddens[number]), self._runs.leaves(left if span.tokens.start else [])
             tile = self._open(number, x, carry)
             records = tile.recipe.records_pre and tile.followed
             mode = RecordPre(tile.call) if records else None
             reached, inputs, left = self._runs.run(span, x, carry, mode or nullcontext(), seed=tile.seed)
-            self._refuse_other_gradients([*tensor_leaves(reached.leaves), *left], inputs)
+            ends = [leaf for leaf in reached.leaves if isinstance(leaf, torch.Tensor)]
+            self._refuse_other_gradients([*ends, *left], inputs)
             if mode is not None:
                 tile.followed = mode.followed
-            gathered.add(span, reached)
+            gathered.add(number, reached)
         return gathered
 
-    def _post(self, hidden: torch.Tensor, result: torch.Tensor | None) -> torch.Tensor:
+    def _post(self, hiddens: Sequence[torch.Tensor], result: torch.Tensor | None) -> torch.Tensor:
         """Run each tile behind attention; without attention, all of it."""
         output: torch.Tensor | None = None
+        outputs: list[torch.Tensor] = []
+        results = self._parts_of_result(result)
         left: list[torch.Tensor] = []
         for number, span in enumerate(self._spans):
-            x, carry = self._runs.hidden_of(hidden, span), self._runs.leaves(left if span.tokens.start else [])
-            tile = self._open(number, x, carry) if result is None else self._tiles[number]
-            of_tile, left = self._tile_post(tile, x, carry, result)
+            x, carry = self._runs.leaf(hiddens[number]), self._runs.leaves(left if span.tokens.start else [])
+            tile = self._open(number, x, carry) if results is None else self._tiles[number]
+            of_tile, left = self._tile_post(tile, x, carry, None if results is None else results[number])
             if output is None:
                 output = new_whole(of_tile, *self._arguments.size, 1)
-            part(output, span, 1).copy_(of_tile)
+                outputs = parts(output, self._spans, 1)
+            outputs[number].copy_(of_tile)
             del of_tile
             if self._trains:
                 self._engine.end(tile.call.frame)
@@ -328,6 +333,9 @@ class TiledCall:
         assert output is not None
         return output
 
+    def _parts_of_result(self, result: torch.Tensor | None) -> list[torch.Tensor] | None:
+        return None if result is None else parts(result, self._spans, self._shapes.attention.result.dim)
+
     def _tile_post(
         self, tile: Tile, x: torch.Tensor, carry: list[torch.Tensor], result: torch.Tensor | None
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -335,8 +343,9 @@ class TiledCall:
 
         Args:
             carry: also for what lies before attention, as far as what follows needs that.
+            result: its part of attention's.
         """
-        own = self._own_result(tile, carry, result)
+        own = None if result is None else self._own_result(tile, carry, result)
         if tile.followed:
             mode = RecordPost(tile.call)
 
@@ -358,11 +367,9 @@ class TiledCall:
         self._refuse_other_gradients([output, *left], [*inputs, *([] if own is None else [own])])
         return output.detach(), left
 
-    def _own_result(self, tile: Tile, carry: list[torch.Tensor], result: torch.Tensor | None) -> torch.Tensor | None:
+    def _own_result(self, tile: Tile, carry: list[torch.Tensor], result: torch.Tensor) -> torch.Tensor:
         """Return a tile's part of attention's result as a leaf. Keep it, and the part of the carry that its pre does not read."""
-        if result is None:
-            return None
-        own = part(result, tile.span, self._shapes.attention.result.dim).detach()
+        own = result.detach()
         if self._keeps_result:
             self._engine.keep(tile.call.frame, tile.recipe.inputs[-1], own)
         if self._trains:
@@ -426,7 +433,8 @@ class TiledCall:
                 result = attention.result(gathered, then=self._last_frame)
             d_result = self._new_result(gradient.device)
         d_hidden = gradient if may_overwrite else torch.empty_like(gradient, memory_format=torch.contiguous_format)
-        self._post_backward(sums, gathered, gradient, d_hidden, d_inputs, result, d_result)
+        d_hiddens = parts(d_hidden, self._spans, 1)
+        self._post_backward(sums, gathered, gradient, d_hiddens, d_inputs, result, d_result)
         if attention is not None:
             sums.round_sums()  # in post's part: beside attention's gradients both dtypes hide how their bytes grow with tokens
         self._host.part_begins("attention_backward")
@@ -437,7 +445,7 @@ class TiledCall:
             del d_result
         self._host.part_begins("pre_backward")
         if attention is not None:
-            self._pre_backward(sums, gathered, d_hidden, d_inputs)
+            self._pre_backward(sums, gathered, d_hiddens, d_inputs)
         return d_hidden
 
     @property
@@ -459,7 +467,7 @@ class TiledCall:
             yield tile
 
     def _new_gathered(self) -> Gathered:
-        return Gathered(self._shapes.attention.arguments, *self._arguments.size)
+        return Gathered(self._shapes.attention.arguments, *self._arguments.size, self._spans)
 
     def _new_result(self, device: torch.device) -> torch.Tensor:
         return self._shapes.attention.result.new(*self._arguments.size, self._result_dtype, device)
@@ -472,40 +480,41 @@ class TiledCall:
             carry, mode = self._carry(tile, tile.carried), Replay(tile.call, tile.recipe.pre_again)
             with torch.enable_grad(), dropping():
                 ran = self._runs.run(tile.span, tile.hidden(), carry, mode, seed=tile.seed)
-            gathered.add(tile.span, ran.end)
+            gathered.add(tile.number, ran.end)
 
     def _post_backward(
         self,
         sums: GradientSums,
         gathered: Gathered | None,
         gradient: torch.Tensor,
-        d_hidden: torch.Tensor,
+        d_hiddens: Sequence[torch.Tensor],
         d_inputs: list[torch.Tensor],
         result: torch.Tensor | None,
         d_result: torch.Tensor | None,
     ) -> None:
-        """Run every tile again, and the backward of its post: fill `d_hidden` and `d_result`, add to other gradients.
+        """Run every tile again, and the backward of its post: fill `d_hiddens` and `d_result`, add to other gradients.
 
         If the tiles' frames keep attention's result, `gathered` and `result` are filled, too.
         """
         d_left: Gradients = []
-        for tile in self._tiles_back(again=result is not None):
-            own = None if result is None else self._result_again(tile, result)
-            d_output = part(gradient, tile.span, 1)
+        gradients, results = parts(gradient, self._spans, 1), self._parts_of_result(result)
+        d_results = self._parts_of_result(d_result)
+        for tile in self._tiles_back(again=results is not None):
+            own = None if results is None else self._result_again(tile, results[tile.number])
+            d_output = gradients[tile.number]
             d_x, d_own, d_left, d_others = self._tile_post_backward(sums, tile, gathered, own, d_output, d_left)
-            if d_result is not None:
+            if d_results is not None:
                 tile.call.frame.first_only = tile.reads_hidden_only(tile.recipe.pre_backward)
-                fill(part(d_result, tile.span, self._shapes.attention.result.dim), d_own)
-            fill(part(d_hidden, tile.span, 1), d_x)
+                fill(d_results[tile.number], d_own)
+            fill(d_hiddens[tile.number], d_x)
             self._arguments.add(d_inputs, tile.span, d_others)
             del own, d_own, d_x, d_others  # before the next tile is reloaded and runs again
 
-    def _result_again(self, tile: Tile, result: torch.Tensor) -> torch.Tensor:
-        """Return a tile's part of attention's result as a leaf. If the tile's frame keeps it, fill its part of `result`."""
-        own = part(result, tile.span, self._shapes.attention.result.dim)
+    def _result_again(self, tile: Tile, own: torch.Tensor) -> torch.Tensor:
+        """Return a tile's part of attention's result as a leaf. If the tile's frame keeps it, fill `own` with it."""
         if self._keeps_result:
-            kept = tile.call.frame.tensor(tile.recipe.inputs[-1]).detach()
-            if storage_of(kept) != storage_of(result):
+            kept = tile.call.frame.tensor(tile.recipe.inputs[-1])
+            if storage_of(kept) != storage_of(own):
                 own.copy_(kept)
             own = kept
         return own.detach().requires_grad_()
@@ -532,7 +541,7 @@ class TiledCall:
 
         def attend(reached: AttentionCall) -> Any:
             if self._keeps_result:
-                gathered.add(tile.span, reached)  # type: ignore[union-attr]
+                gathered.add(tile.number, reached)  # type: ignore[union-attr]
             if isinstance(mode, ReplayPost):
                 mode.attention_reached()
             return own
@@ -542,13 +551,15 @@ class TiledCall:
         d_own, d_x, *rest = ran.backward(sums, [ran.end], [d_output], d_left, own)
         return d_x, d_own, rest[: len(carry)], rest[len(carry) :]
 
-    def _pre_backward(self, sums: GradientSums, gathered: Gathered, d_hidden: torch.Tensor, d_inputs: list[torch.Tensor]) -> None:
-        """Run the backward of every tile's pre: add to `d_hidden` and `d_inputs`."""
+    def _pre_backward(
+        self, sums: GradientSums, gathered: Gathered, d_hiddens: Sequence[torch.Tensor], d_inputs: list[torch.Tensor]
+    ) -> None:
+        """Run the backward of every tile's pre: add to `d_hiddens` and `d_inputs`."""
         d_left: Gradients = []
         for tile in self._tiles_back():
             d_x, d_left, d_others = self._tile_pre_backward(sums, tile, gathered, d_left)
             if d_x is not None:
-                part(d_hidden, tile.span, 1).add_(d_x)
+                d_hiddens[tile.number].add_(d_x)
             self._arguments.add(d_inputs, tile.span, d_others)
             del d_x, d_others
 
@@ -564,7 +575,7 @@ class TiledCall:
         with torch.enable_grad():
             ran = self._runs.run(tile.span, x, carry, Replay(tile.call, tile.recipe.pre_backward), seed=tile.seed)
         indices = [index for index in attention.differentiable if attention.arguments[index] is not None]
-        gradients = [part(gathered.leaves[index], tile.span, attention.arguments[index]) for index in indices]
+        gradients = [gathered.parts[index][tile.number] for index in indices]
         _, d_x, *rest = ran.backward(sums, [ran.end.leaves[index] for index in indices], gradients, d_left)
         return d_x, rest[: len(carry)], rest[len(carry) :]
 

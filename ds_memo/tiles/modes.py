@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from ds_memo.head_groups import HeadGroup
 from ds_memo.remat import op_policy
 from ds_memo.remat.call import Call
+from ds_memo.remat.follower import follow
 from ds_memo.remat.functions import has_inner_tensors
 from ds_memo.remat.modes import Mode
 from ds_memo.remat.op_policy import OpKind, kind_of
@@ -34,14 +35,14 @@ class RecordPre(Record):
         self.followed = False
         """True, once the run is over, if it did what the recipe says."""
 
-    def __exit__(self, *exception: Any) -> None:
+    def ends(self, raised: bool) -> None:
         pre = len(self.call.recipe.pre)
-        if exception[0] is None and self.at.following and (self.at.next != pre or self.at.awaiting is not None):
+        if not raised and self.at.following and (self.at.next != pre or self.at.awaiting is not None):
             self.at.next = min(self.at.next, pre)  # an op that looks like the post's first is in the recipe's post
             self.leave()
         self.followed = self.at.following
         self.at.following = False  # the recipe goes on behind attention
-        super().__exit__(*exception)
+        super().ends(raised)
 
 
 class Switched(Mode):
@@ -79,37 +80,42 @@ class RecordPost(Switched, Record):
 
     def __init__(self, call: Call) -> None:
         super().__init__(call)
-        self._pre = call.recipe.pre
         self._records = call.recipe.records_post
-        self.at.plain_only = True  # in the pre
+        self._pre = call.recipe.dead_pre.ops
+        self._in_pre = bool(self._pre)
+        if self._in_pre:
+            self.at = follow(self, call, call.recipe.dead_pre, replays=True)
 
     def __enter__(self) -> Any:
         super().__enter__()
-        if not self._pre:
-            self.attention_reached()
+        if not self._in_pre:
+            self._switch(self._records)
         return self
 
     def attention_reached(self) -> None:
         if self.at.next != len(self._pre):
             self.leave()
-        self.at.plain_only = False
+        packs = self.at.packs
+        self.at = follow(self, self.call, self.call.recipe, replays=False)
+        self.at.next, self.at.packs = len(self._pre), packs
+        self._in_pre = False
         self._switch(self._records)
 
-    def __exit__(self, *exception: Any) -> None:
+    def ends(self, raised: bool) -> None:
         self.at.following &= self._records
-        super().__exit__(*exception)
-        if exception[0] is None and not self._records and self.packs != self.call.recipe.packs:
+        super().ends(raised)
+        if not raised and not self._records and self.packs != self.call.recipe.packs:
             super().leave()
             if self._pre:  # the post may have read a product that was left out
                 raise LeftRecipe
 
     def leave(self) -> None:
         super().leave()
-        if self.at.plain_only:
+        if self._in_pre:
             raise LeftRecipe
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if not self.at.plain_only:
+        if not self._in_pre:
             return super().__torch_dispatch__(func, types, args, kwargs)
         if types and has_inner_tensors(types):
             return NotImplemented
@@ -121,15 +127,20 @@ class RecordPost(Switched, Record):
         if op is None or op.func is not func or (isinstance(op, Gemm) and op.shape != op_policy.product_shape(func, args)):
             self.leave()
         self.at.next += 1
-        if isinstance(op, Gemm) and not op.for_post:
+        if isinstance(op, Gemm) and not op.wanted:
             return op_policy.empty_output(func, args, op.shape, op.dtype)
         if isinstance(op, Gemm) or op.kept is None:
             return func(*args, **(kwargs or {}))
-        outputs = tuple(
+        outputs = self.supplied(index)
+        return outputs if len(func._schema.returns) > 1 else outputs[0]
+
+    def supplied(self, index: int) -> tuple[Any, ...]:
+        """Return the outputs of the pre's saved op at `index`, which are still on the device."""
+        op: Any = self._pre[index]
+        return tuple(
             value if kept is None else self.call.frame.device[kept.index].detach()
             for kept, value in zip(op.kept, self.call.loose[index], strict=True)
         )
-        return outputs if len(func._schema.returns) > 1 else outputs[0]
 
 
 class ReplayPost(Switched, Replay):
@@ -174,8 +185,8 @@ class SupplyHeads(Replay):
         of_out, of_log_sum_exp = (dim % x.dim() for dim, x in zip(dims, (out, log_sum_exp), strict=True))
         return (self._heads.of(out, of_out), self._heads.of(log_sum_exp, of_log_sum_exp).contiguous(), *others)
 
-    def __exit__(self, *exception: Any) -> None:
-        super(Replay, self).__exit__(*exception)  # the frame is released after the last group
+    def ends(self) -> None:
+        """Leave the frame as it is: it is released after the last group."""
 
 
 HEAD_DIMS = {

@@ -15,7 +15,7 @@ from ds_memo.spans import spans
 from ds_memo.tiles.aliases import aliased, dropping, refuse_create_graph
 from ds_memo.tiles.check import compare
 from ds_memo.tiles.gradient_owner import is_owned
-from ds_memo.tiles.slices import fill, new_whole, part
+from ds_memo.tiles.slices import fill, new_whole, parts
 from ds_memo.tiles.weight_gradients import GradientSums
 
 
@@ -74,13 +74,14 @@ class _TiledNorm(torch.autograd.Function):
     def forward(ctx: Any, module: nn.Module, forward: Any, tiles: Any, x: torch.Tensor, *trained: nn.Parameter) -> torch.Tensor:
         ctx.save_for_backward(x, *trained)
         ctx.how = module, forward, tiles, autocast_now()
-        output = None
+        output, outputs = None, []
         with stacks_restored(), torch.enable_grad(), dropping():
-            for span in tiles:
-                tile = forward(part(x, span, 1).detach().requires_grad_()).detach()
+            for number, x_tile in enumerate(parts(x.detach(), tiles, 1)):
+                tile = forward(x_tile.detach().requires_grad_()).detach()
                 if output is None:
                     output = new_whole(tile, x.shape[0], x.shape[1], 1)
-                part(output, span, 1).copy_(tile)
+                    outputs = parts(output, tiles, 1)
+                outputs[number].copy_(tile)
         return output
 
     @staticmethod
@@ -92,9 +93,9 @@ class _TiledNorm(torch.autograd.Function):
         d_x = torch.empty_like(x, memory_format=torch.contiguous_format) if d_x is None or d_x.dtype != x.dtype else d_x
         with stacks_restored(), autocast_as(autocast), aliased(module, trained) as aliases, Undoing(torch.clear_autocast_cache):
             sums = GradientSums(aliases)
-            for span in tiles:
-                tile = part(x, span, 1).detach().requires_grad_()
+            for x_tile, d_tile, of_tile in zip(*(parts(whole, tiles, 1) for whole in (x, d_x, gradient)), strict=True):
+                tile = x_tile.detach().requires_grad_()
                 with torch.enable_grad():
                     output = forward(tile)
-                fill(part(d_x, span, 1), *sums.backward([output], [part(gradient, span, 1)], [tile]))
+                fill(d_tile, *sums.backward([output], [of_tile], [tile]))
             return None, None, None, d_x, *sums.take()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ class Returned:
     """Shape of the tensor for one sequence and some tokens."""
 
     def tensor(self, result: Any) -> torch.Tensor:
-        return tree_leaves(result)[self.index]
+        return result if isinstance(result, torch.Tensor) else tree_leaves(result)[self.index]
 
     def new(self, rows: int, tokens: int, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
         """Return memory for the tensor, all of a token side by side: (b, tokens, …)."""
@@ -59,7 +60,15 @@ class Returned:
         return tensors[0]
 
     def of(self, tensor: torch.Tensor) -> Any:
-        return tree_unflatten([tensor if i == self.index else leaf for i, leaf in enumerate(self.leaves)], self.spec)
+        """Return a result that holds this tensor."""
+        leaves = [*self.leaves]
+        leaves[self.index] = tensor
+        return tuple(leaves) if self._is_flat else tree_unflatten(leaves, self.spec)
+
+    @functools.cached_property
+    def _is_flat(self) -> bool:
+        """True for a tuple of leaves, as most attention functions return: it is made in less time."""
+        return self.spec == tree_flatten(tuple(self.leaves))[1]
 
 
 @dataclass(frozen=True)

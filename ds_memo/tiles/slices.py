@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -18,6 +19,16 @@ def part(tensor: torch.Tensor, span: Span, dim: int) -> torch.Tensor:
     """Return a tile's part of a tensor whose tokens lie along `dim`, and whose sequences, if it has any, along dimension 0."""
     tokens = tensor.narrow(dim, span.tokens.start, span.size[1])
     return tokens if dim == 0 or span.size[0] == tensor.shape[0] else tokens[span.rows]
+
+
+def parts(tensor: torch.Tensor, spans: Sequence[Span], dim: int) -> list[torch.Tensor]:
+    """Return all tiles' parts of a tensor, which split() makes in less time than :func:`part` one by one."""
+    found: list[torch.Tensor] = []
+    for _, tiles in itertools.groupby(spans, lambda span: span.rows.start):
+        first, *others = tiles
+        rows = tensor if dim == 0 or first.size[0] == tensor.shape[0] else tensor[first.rows]
+        found += rows.split([span.size[1] for span in (first, *others)], dim)
+    return found
 
 
 def fill(memory: torch.Tensor, values: torch.Tensor | None) -> None:

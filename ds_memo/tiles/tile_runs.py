@@ -20,7 +20,7 @@ from ds_memo.remat.modes import running_tiles
 from ds_memo.remat.random_states import forked, seeded
 from ds_memo.remat.recipe import Observed, Recipe, SavedOp, make_recipe
 from ds_memo.remat.tensors import tensor_leaves
-from ds_memo.sequence.catch_mixers import carrying
+from ds_memo.sequence.catch_mixers import Carrying
 from ds_memo.sequence.striped import Striped
 from ds_memo.spans import Span
 from ds_memo.tiles.aliases import dropping
@@ -37,6 +37,7 @@ Gradients = Sequence[torch.Tensor | None]
 class Tile:
     """One tile of a call."""
 
+    number: int
     span: Span
     call: Call
     stored: bool
@@ -116,9 +117,9 @@ class TileRuns:
         self._trains = trains
         self._striped = striped
 
-    def hidden_of(self, hidden: torch.Tensor, span: Span) -> torch.Tensor:
+    def leaf(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return a tile's hidden states as a leaf, in row-major order: its ops are then the same for any layout of the whole."""
-        return part(hidden.detach(), span, 1).contiguous().requires_grad_(self._trains)
+        return hidden.detach().contiguous().requires_grad_(self._trains)
 
     def leaves(self, carry: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [tensor.detach().requires_grad_(self._trains) for tensor in carry]
@@ -149,7 +150,7 @@ class TileRuns:
             reached.cut_from = wholes
             return attention.result.of(attend(reached))
 
-        with drawing, mode, carrying(carry if span.tokens.start else None, stretch) as after:
+        with drawing, mode, Carrying(carry if span.tokens.start else None, stretch) as after:
             if attention is None:
                 end = self._forward(*args, **kwargs)
             elif attend is None:
@@ -177,9 +178,9 @@ class TileRuns:
             carry: list[torch.Tensor] = []
             if self._shapes.mixes and span.tokens.start:
                 stand_in = lambda reached: attention.result.tensor(reached.stand_in())  # noqa: E731
-                ran = self.run(first, self.hidden_of(hidden, first), [], nullcontext(), stand_in, packed=False)
+                ran = self.run(first, self.leaf(part(hidden, first, 1)), [], nullcontext(), stand_in, packed=False)
                 carry = self.leaves(ran.left)
-            x = self.hidden_of(hidden, span)
+            x = self.leaf(part(hidden, span, 1))
             givens = [*tensors_of(module), *tensor_leaves(self._arguments.tile(x, span)[:2]), *carry]
             with Analyse(call, observed, givens) as mode:
 

@@ -7,22 +7,28 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.autograd.graph import Node
 
+from ds_memo.remat import follower
 from ds_memo.remat.autocast import without_autocast
 from ds_memo.remat.modes import inside_tiles
 from ds_memo.tiles.graph import graph_of
 
-_PRODUCTS = {"MmBackward0": ("_saved_self", 0, 1), "AddmmBackward0": ("_saved_mat1", 1, 2)}
-"""By autograd's name of a product: where its left operand is saved, and the positions of its two operands' gradients."""
-_TRANSPOSES = ("TBackward0", "TransposeBackward0")
-_CASTS = ("ToCopyBackward0",)
+_LEFT = {"MmBackward0": ("_saved_self", 0), "AddmmBackward0": ("_saved_mat1", 1)}
+"""By autograd's name of a product: where its left operand is saved, and the position of that operand's gradient."""
+_RIGHT = {"MmBackward0": 1, "AddmmBackward0": 2}
+"""The position of the right operand's gradient."""
+_THROUGH = {"TBackward0": True, "TransposeBackward0": True, "ToCopyBackward0": False}
+"""By autograd's name of what may stand between a weight and a product: True if it transposes."""
 _ROWS = 4096
 """Rows of a sum that are scaled at a time."""
+_run_backward = torch.autograd.Variable._execution_engine.run_backward
+"""torch.autograd.grad() without its checks in Python of what outputs and gradients are. They take as long as ten ops, twice a
+tile. It has the engine compare their shapes."""
 
 
 class GradientSums:
@@ -33,28 +39,17 @@ class GradientSums:
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
-        self.parameters = list(parameters)
-        self._sums: list[torch.Tensor | None] = [None] * len(self.parameters)
+        self._sums: list[torch.Tensor | None] = []
+        self.follow(parameters)
 
     def backward(
         self, outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor | None, ...]:
         """Run a tile's backward: add to the sums, and return the gradients of `inputs`, None where one has none."""
         products = weight_products(outputs, self.parameters)
-        todo = sum(len(of_one) for of_one in products.values())
-
-        def add_product(index: int, left: torch.Tensor, transposed: bool, gradient: torch.Tensor) -> None:
-            nonlocal todo
-            todo -= 1
-            a, b = (gradient.t(), left) if transposed else (left.t(), gradient)
-            self._sums[index] = _plus_product(self._wide(index), a, b, self.parameters[index].dtype)
-
+        reached: list[int] = []
         hooks = [
-            node.register_prehook(
-                lambda gradients, i=index, node=node, transposed=transposed: add_product(
-                    i, getattr(node, _PRODUCTS[node.name()][0]), transposed, gradients[0]
-                )
-            )
+            node.register_prehook(functools.partial(self._add_product, reached, index, node, transposed))
             for index, of_one in products.items()
             for node, transposed in of_one
         ]
@@ -62,19 +57,30 @@ class GradientSums:
         wanted = [*inputs, *(self.parameters[index] for index in others)]
         try:
             with without_autocast():
-                found = torch.autograd.grad(outputs, wanted, gradients, allow_unused=True)
+                found = _run_backward(tuple(outputs), tuple(gradients), False, False, tuple(wanted), True, accumulate_grad=False)
         finally:
             for hook in hooks:
                 hook.remove()
-        assert not todo, "a weight's product was not reached by the backward"
+        assert len(reached) == len(hooks), "a weight's product was not reached by the backward"
         for index, gradient in zip(others, found[len(inputs) :], strict=True):
             if gradient is not None:
                 self.add(index, gradient)
         return found[: len(inputs)]
 
+    def _add_product(
+        self, reached: list[int], index: int, node: Any, transposed: bool, gradients: Sequence[torch.Tensor]
+    ) -> None:
+        """Add a weight's gradient by one product, when the backward comes there."""
+        reached.append(index)
+        left, gradient = getattr(node, _LEFT[node.name()][0]), gradients[0]
+        a, b = (gradient.t(), left) if transposed else (left.t(), gradient)
+        self._sums[index] = _plus_product(self._wide(index), a, b, self._dtypes[index])
+
     def follow(self, parameters: Sequence[torch.Tensor]) -> None:
         """Go on with other aliases of the same parameters."""
         self.parameters = list(parameters)
+        self._dtypes = [_sum_dtype(parameter.dtype) for parameter in self.parameters]
+        """In which they are summed."""
         self._sums = self._sums or [None] * len(self.parameters)
 
     def scale(self, factor: torch.Tensor) -> None:
@@ -98,13 +104,13 @@ class GradientSums:
     def add(self, index: int, gradient: torch.Tensor) -> None:
         total = self._wide(index)
         if total is None:
-            self._sums[index] = gradient.to(_sum_dtype(gradient.dtype), copy=True, memory_format=torch.contiguous_format)
+            self._sums[index] = gradient.to(self._dtypes[index], copy=True, memory_format=torch.contiguous_format)
         else:
             self._sums[index] = total.add_(gradient)
 
     def _wide(self, index: int) -> torch.Tensor | None:
         total = self._sums[index]
-        return None if total is None else total.to(_sum_dtype(total.dtype))
+        return None if total is None else total.to(self._dtypes[index])
 
 
 @functools.cache
@@ -132,46 +138,48 @@ def weight_products(outputs: Sequence[torch.Tensor], parameters: Sequence[torch.
     Returns:
         By index of the parameter, the products, each with True if the weight is transposed there (F.linear).
     """
-    parents: dict[Node, list[tuple[Node, int]]] = {}
-    leaves: dict[int, Node] = {}
+    library = follower.library()
+    uses = (_weight_uses if library is None else library.weight_uses)([*outputs], [*parameters], _RIGHT, _THROUGH)
+    return {index: of_one for index, of_one in uses.items() if all(use is not None and _is_plain(use[0]) for use in of_one)}
+
+
+def _weight_uses(
+    outputs: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], products: dict[str, int], through: dict[str, bool]
+) -> dict[int, list[tuple[Node, bool] | None]]:
+    """Find what autograd reaches matrices among the parameters through. ops/csrc/tile_graph.h does the same.
+
+    Returns:
+        By index of the parameter its uses: products, as in :func:`weight_products`, and None for any other.
+    """
+    indices = {id(parameter): index for index, parameter in enumerate(parameters) if parameter.dim() == 2}
+    uses: dict[int, list[tuple[Node, bool] | None]] = {}
     for node, next_functions in graph_of(outputs):
-        if not next_functions and (variable := getattr(node, "variable", None)) is not None:
-            leaves[id(variable)] = node
+        name = node.name()
+        if name in through:  # those that use its result count
+            continue
         for position, (below, _) in enumerate(next_functions):
-            if below is not None:
-                parents.setdefault(below, []).append((node, position))
-    found = {}
-    for index, parameter in enumerate(parameters):
-        leaf = leaves.get(id(parameter))
-        products = list(_products(leaf, parents, False)) if leaf is not None and parameter.dim() == 2 else []
-        if products and None not in products:
-            found[index] = products
-    return found
+            transposed = False
+            while below is not None and (passed := below.name()) in through:
+                transposed ^= through[passed]
+                below = below.next_functions[0][0]
+            is_leaf = below is not None and not below.next_functions
+            index = indices.get(id(getattr(below, "variable", None))) if is_leaf else None
+            if index is not None:
+                uses.setdefault(index, []).append((node, transposed) if products.get(name) == position else None)
+    return uses
 
 
-def _products(node: Node, parents: dict[Node, list[tuple[Node, int]]], transposed: bool) -> Iterator[Any]:
-    """Yield the products that a weight goes into, and None for any other use of it."""
-    for parent, position in parents.get(node, ()):
-        name = parent.name()
-        if name in _TRANSPOSES or name in _CASTS:
-            yield from _products(parent, parents, transposed ^ (name in _TRANSPOSES))
-        elif name in _PRODUCTS and position == _PRODUCTS[name][2] and _is_plain(parent, _PRODUCTS[name][1]):
-            yield parent, transposed
-        else:
-            yield None
-
-
-def _is_plain(product: Any, left: int) -> bool:
+def _is_plain(product: Any) -> bool:
     """Return True if a product has no factor, its left operand's gradient is wanted, so that the backward comes to it, and the
     operand is at hand: a checkpoint inside the layer would give it once."""
-    held = getattr(product, _PRODUCTS[product.name()][0].replace("_saved", "_raw_saved"))
+    saved, left = _LEFT[product.name()]
+    held = getattr(product, saved.replace("_saved", "_raw_saved"))
     plain = product.next_functions[left][0] is not None and getattr(product, "_saved_alpha", 1) == 1
     return plain and getattr(held, "unpack_hook", None) is None
 
 
-def _plus_product(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _plus_product(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor, wide: torch.dtype) -> torch.Tensor:
     """Return ``total + a @ b``, summed in float32 or wider, in place where there is a total."""
-    wide = _sum_dtype(dtype)
     if a.is_cuda and a.dtype != wide and wide is torch.float32:
         if total is None:
             return torch.mm(a, b, out_dtype=wide)

@@ -122,9 +122,20 @@ inline PyObject* pack_again(PyObject* self, PyObject* argument) {
   END_HANDLE_TH_ERRORS
 }
 
+// Notes a tensor for a mode, and gives it to the hook below. `self` is both.
+inline PyObject* note_and_pack(PyObject* self, PyObject* argument) {
+  HANDLE_TH_ERRORS
+  Follower* follower = Table::follower_of(PyTuple_GET_ITEM(self, 0));
+  if (follower == nullptr) throw py::type_error("a mode that Python follows notes what is saved in Python");
+  follower->note(THPVariable_Unpack(argument));
+  return PyObject_CallOneArg(PyTuple_GET_ITEM(self, 1), argument);
+  END_HANDLE_TH_ERRORS
+}
+
 inline PyObject* same(PyObject*, PyObject* argument) { return Py_NewRef(argument); }
 
 inline PyMethodDef pack_def{"pack", pack, METH_O, nullptr}, pack_again_def{"pack_again", pack_again, METH_O, nullptr},
+    note_and_pack_def{"note_and_pack", note_and_pack, METH_O, nullptr},
     same_def{"same", same, METH_O, nullptr};
 
 inline py::object hook(PyMethodDef& definition, PyObject* self) {
@@ -238,6 +249,7 @@ inline void bind_checkpoint(py::module_& m) {
   m.def("checkpoint", [](py::object rerun, py::object follower) { return Object<Checkpoint>::make({std::move(rerun), std::move(follower)}); });
   m.def("pack", [](py::object checkpoint) { return hook(pack_def, checkpoint.ptr()); });
   m.def("recorded", [](py::object checkpoint) { of<Checkpoint>(checkpoint.ptr()).follower = py::none(); });
+  m.def("noting", [](const py::object& mode, const py::object& pack) { return hook(note_and_pack_def, py::make_tuple(mode, pack).ptr()); });
   m.def("under", &under);
   m.attr("unpack") = hook(unpack_def, nullptr);
   m.attr("same") = hook(same_def, nullptr);

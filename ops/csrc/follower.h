@@ -139,7 +139,6 @@ struct Follower {
   int64_t next = 0;            // index of the recipe's next op
   int64_t packs = 0;           // tensors that autograd has saved
   bool following = true;       // false: the call has left its recipe
-  bool plain_only = false;     // true: all ops of the recipe are left to Python
   py::object noted = py::none();  // a list that takes what autograd saves; None: it is counted
   int64_t flops = 0;           // of products that a replay has computed
   std::optional<std::pair<int64_t, at::Tensor>> awaiting;  // index and product whose bias comes next
@@ -169,7 +168,6 @@ struct Follower {
       });
     if (subclass || info.kind == Kind::other) return false;
     const bool listed = info.kind != Kind::plain && info.kind != Kind::mutates;
-    if (plain_only) return !listed && run_op(op, stack);
     if (replays && info.kind == Kind::plain) return run_op(op, stack);
     if (!replays && (!following || (listed && reads))) return false;
     if (info.kind == Kind::plain && !awaiting && !reads) return run_op(op, stack);
@@ -396,6 +394,7 @@ inline const Op& op_of(const c10::OperatorHandle& handle) {
 }
 
 struct Table final : c10::impl::PyInterpreterVTable {
+  using Self = c10::TensorImpl;
   const c10::impl::PyInterpreterVTable* torchs;
   explicit Table(const c10::impl::PyInterpreterVTable* torchs) : torchs(torchs) {}
 
@@ -403,14 +402,23 @@ struct Table final : c10::impl::PyInterpreterVTable {
     if (!followed(op, stack)) torchs->dispatch(op, stack);
   }
 
-  static bool followed(const c10::OperatorHandle& op, Stack* stack) {
+  // A null result has torch copy the tensor itself.
+  c10::intrusive_ptr<Self> detach(const Self* tensor) const override {
+    return tensor->key_set().has(c10::DispatchKey::Python) || top() == nullptr ? torchs->detach(tensor) : c10::intrusive_ptr<Self>();
+  }
+
+  // The follower of the mode on top, if C++ follows there.
+  static Follower* top() {
     using Modes = c10::impl::TorchDispatchModeTLS;
     const auto depth = Modes::stack_len();
-    if (depth == 0) return false;
+    if (depth == 0) return nullptr;
     PyObject* mode = Modes::get_stack_at(depth - 1)->ptr(getPyInterpreter());
-    if (!PyType_IsSubtype(Py_TYPE(mode), mode_type)) return false;
+    return PyType_IsSubtype(Py_TYPE(mode), mode_type) ? follower_of(mode) : nullptr;
+  }
+
+  static bool followed(const c10::OperatorHandle& op, Stack* stack) {
     try {
-      Follower* follower = follower_of(mode);
+      Follower* follower = top();
       if (follower == nullptr) return false;
       const bool done = follower->run(op_of(op), op, stack);
       ++(done ? Follower::ran : Follower::left);
@@ -437,13 +445,11 @@ struct Table final : c10::impl::PyInterpreterVTable {
   }
 
   // clang-format off
-  using Self = c10::TensorImpl;
   std::string name() const override { return torchs->name(); }
   void incref(PyObject* o) const override { torchs->incref(o); }
   void decref(PyObject* o) const override { torchs->decref(o); }
   bool try_incref(const c10::impl::PyObjectSlot& s) const override { return torchs->try_incref(s); }
   size_t refcnt(PyObject* o) const override { return torchs->refcnt(o); }
-  c10::intrusive_ptr<Self> detach(const Self* t) const override { return torchs->detach(t); }
   void reportErrorCallback(PyObject* c, c10::DispatchKey k) const override { torchs->reportErrorCallback(c, k); }
   void python_op_registration_trampoline(const c10::OperatorHandle& op, c10::DispatchKey k, c10::DispatchKeySet ks, Stack* s, bool a, bool b) const override { torchs->python_op_registration_trampoline(op, k, ks, s, a, b); }
   void throw_abstract_impl_not_imported_error(std::string a, const char* b, const char* c) const override { torchs->throw_abstract_impl_not_imported_error(a, b, c); }
@@ -486,7 +492,6 @@ inline void bind_follower(py::module_& m) {
       .def_readwrite("next", &Follower::next)
       .def_readwrite("packs", &Follower::packs)
       .def_readwrite("following", &Follower::following)
-      .def_readwrite("plain_only", &Follower::plain_only)
       .def_readwrite("noted", &Follower::noted)
       .def_readonly("flops", &Follower::flops)
       .def_property(

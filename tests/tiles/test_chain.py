@@ -19,7 +19,7 @@ from benchmarks.tile_models import step, without_random_numbers
 from ds_memo.profile.live import LiveBytes
 from ds_memo.remat.layer_call import CannotTile
 from ds_memo.sequence.carry import Carry
-from ds_memo.sequence.catch_mixers import calls_mixers, carrying
+from ds_memo.sequence.catch_mixers import Carrying, calls_mixers
 from ds_memo.tiles import tile_runs
 from ds_memo.tiles.layer import TiledCall
 from tests import architectures
@@ -150,7 +150,7 @@ def test_every_family(name: str, tile: int) -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_tiles_of_several_sequences_carry_nothing(monkeypatch: Patch) -> None:
     given: list[Any] = []
-    put_in(monkeypatch, tile_runs, "carrying", lambda right, *how: given.append(how[0]) or right(*how))
+    put_in(monkeypatch, tile_runs, "Carrying", lambda right, *how: given.append(how[0]) or right(*how))
     assert_was_tiled(check("lfm2", 64, 0.0, batch=(5, 17)))
     assert given and not any(given)
 
@@ -222,7 +222,7 @@ def test_what_is_of_all_tokens_is_refused(argument: str) -> None:
     assert calls_mixers(architectures.build("qwen3_next"))  # and has them caught
     rule = importlib.import_module("transformers.models.qwen3_next.modeling_qwen3_next").torch_chunk_gated_delta_rule
     query, g = torch.randn(3, 1, 8, 2, 4), torch.randn(2, 1, 8, 2)
-    with carrying(None), pytest.raises(CannotTile, match=f"its torch_chunk_gated_delta_rule gets {argument}"):
+    with Carrying(None), pytest.raises(CannotTile, match=f"its torch_chunk_gated_delta_rule gets {argument}"):
         rule(*query, *g, **{argument: torch.zeros(1, 8)})
 
 
@@ -292,13 +292,13 @@ def state_gradient_dropped(right: Callable[..., Any], *args: Any) -> Any:
 no_state = altered(STATE, torch.zeros_like)
 halo_short_by_one = altered(HALO, lambda tensor: torch.cat([tensor[:, :1] * 0, tensor[:, 1:]], 1))
 FAULTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
-    "a state is not carried": (tile_runs, "carrying", no_state),
-    "a halo is short by one": (tile_runs, "carrying", halo_short_by_one),
+    "a state is not carried": (tile_runs, "Carrying", no_state),
+    "a halo is short by one": (tile_runs, "Carrying", halo_short_by_one),
     "a state's gradient is dropped": (TiledCall, "_tile_post_backward", state_gradient_dropped),
 }
 FAULTS_OF: dict[str, tuple[str, Any, str, Callable[..., Any]]] = {
     **{fault: ("nemotron_h", *how) for fault, how in FAULTS.items()},
-    "Mamba-1's state is not carried": ("falcon_mamba", tile_runs, "carrying", no_state),
+    "Mamba-1's state is not carried": ("falcon_mamba", tile_runs, "Carrying", no_state),
     "its gradient by attention is dropped": ("in_a_row", TiledCall, "_tile_pre_backward", state_gradient_dropped),
     "its gradient past attention is dropped": ("in_a_row", TiledCall, "_tile_post_backward", state_gradient_dropped),
 }

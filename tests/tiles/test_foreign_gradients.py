@@ -7,19 +7,24 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import ds_memo
 from ds_memo.autotune.policy import PlacementPolicy
 from ds_memo.placement import Placement, PlacementKind, Tiles
-from ds_memo.remat import layer_state
+from ds_memo.remat import follower, layer_state
+from ds_memo.remat.layer_call import CannotTile
 from ds_memo.tiles import attention, layer
+from ds_memo.tiles.attention_call import UNDER_A_CHECKPOINT
 from ds_memo.tiles.check import probe
+from ds_memo.tiles.graph import refuse_other_gradients
 from tests.models import CONFIGS, HIDDEN, Block, Different, Outcome, Toy, compare_with_stock, gradients, step
 from tests.tiles.rig import BATCH, LAYERS, assert_was_tiled, attached, compare, small, tiled_layers
 
@@ -200,6 +205,29 @@ def test_one_that_is_seen_in_a_backward_alone(monkeypatch: pytest.MonkeyPatch) -
         with pytest.raises(ds_memo.MemoError, match=f"layer model.layers.1 ran in tiles, and its backward cannot: {WHY}"):
             warmed(1)(model, 1)
         assert tiled_layers(handle) == [0, 1]
+
+
+def _reentrant(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    return checkpoint(torch.sin, x, use_reentrant=True)
+
+
+GRAPHS: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], torch.Tensor], str]] = {
+    "the leaf": (lambda x, other: x, ""),
+    "the leaf's graph": (lambda x, other: torch.sin(x) + x, ""),
+    "no graph": (lambda x, other: other.detach() * 2, ""),
+    "another leaf": (lambda x, other: other, WHY),
+    "the graph of both": (lambda x, other: torch.sin(x * torch.cos(other)), WHY),
+    "a reentrant checkpoint": (_reentrant, UNDER_A_CHECKPOINT),
+}
+
+
+@pytest.mark.parametrize("way", [nullcontext, follower.in_python])
+@pytest.mark.parametrize("name", GRAPHS)
+def test_where_a_graph_leads_to(name: str, way: Callable[[], AbstractContextManager[None]]) -> None:
+    x, other = (torch.ones(2, requires_grad=True) for _ in range(2))
+    make, why = GRAPHS[name]
+    with way(), pytest.raises(CannotTile, match=why) if why else nullcontext():
+        refuse_other_gradients([torch.sin(x), make(x, other)], [x])
 
 
 # ---- controls

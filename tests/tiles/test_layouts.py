@@ -9,9 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from ds_memo.spans import Span
 from ds_memo.swap.frame import Kept
-from ds_memo.tiles.slices import part
 from ds_memo.tiles.tile_runs import TileRuns
 from tests.compiled_layers.rig import compiled
 from tests.everyday import everyday, pairs
@@ -99,10 +97,7 @@ def test_a_layout_that_changes_between_steps() -> None:
 def test_without_the_handling_gradients_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles lie as parts of the whole, recipes are made of dense ones, and frames read flat memory."""
 
-    def as_it_lies(self: TileRuns, hidden: torch.Tensor, span: Span) -> torch.Tensor:
-        return part(hidden, span, 1).detach().requires_grad_()
-
-    monkeypatch.setattr(TileRuns, "hidden_of", as_it_lies)
+    monkeypatch.setattr(TileRuns, "leaf", lambda runs, hidden: hidden.detach().requires_grad_())
     put_in(monkeypatch, TileRuns, "analyse", lambda right, runs, *args: right(runs, *args[:2], args[2].contiguous(), *args[3:]))
     monkeypatch.setattr(Kept, "laid", lambda self, tensor: tensor)
     for case in (("sequences second", "tiles", 0.5), ("hidden first", "tiles", 0.0)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from deepspeed.runtime.zero.linear import zero3_linear_wrap
 
+from ds_memo.remat import follower
 from ds_memo.remat.modes import running_tiles
 from ds_memo.tiles import weight_gradients
 from ds_memo.tiles.weight_gradients import GradientSums, see_products_of_zero3, weight_products
@@ -159,10 +161,16 @@ LAYERS: dict[str, tuple[Layer, list[tuple[int, ...]], set[int]]] = {
 }
 
 
+@pytest.mark.parametrize("way", [nullcontext, follower.in_python])
 @pytest.mark.parametrize("tile", [3, 5, 17])
 @pytest.mark.parametrize("name", LAYERS)
-def test_every_use_of_a_weight(name: str, tile: int) -> None:
+def test_every_use_of_a_weight(name: str, tile: int, way: Callable[[], AbstractContextManager[None]]) -> None:
     """Products are found; other uses of a weight leave its gradient to autograd."""
+    with way():
+        check_uses(name, tile)
+
+
+def check_uses(name: str, tile: int) -> None:
     layer, shapes, products = LAYERS[name]
     generator = torch.Generator().manual_seed(1)
     parameters = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]

@@ -26,7 +26,7 @@ from ds_memo.remat.random_states import forked, own_states
 from ds_memo.remat.shared_changes import Undo, for_good
 from ds_memo.remat.tensors import tensor_leaves
 from ds_memo.remat.undo import Undoing
-from ds_memo.sequence.catch_mixers import calls_mixers, carrying
+from ds_memo.sequence.catch_mixers import Carrying, calls_mixers
 from ds_memo.sequence.mixers import WHOLE, fitting
 from ds_memo.sequence.parts import parts_of, running_on
 from ds_memo.sequence.striped import Striped
@@ -188,7 +188,7 @@ def _as_it_is(forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) 
 
 
 def _as_a_first_tile(run: Callable[[], Any]) -> None:
-    with carrying(None):
+    with Carrying(None):
         run()
 
 
@@ -218,7 +218,7 @@ def _one_after_another(
     left: list[torch.Tensor] = []
     for (args, kwargs, _), span in zip(tiles, spans, strict=True):
         stretch = None if striped is None else striped.stretch(span)
-        with choices.of_whole(span), carrying(left if span.tokens.start else None, stretch) as carry:
+        with choices.of_whole(span), Carrying(left if span.tokens.start else None, stretch) as carry:
             results.append(run(args, kwargs))
         left = carry.left
     return results
@@ -241,10 +241,10 @@ def _attention_shapes(
     if any(dims[i] is None and not any(first.leaves[i] is parameter for parameter in parameters) for i in differentiable):
         raise CannotTile("attention gets a tensor without tokens that needs a gradient and is no parameter")
     result = one_tensor("attention", first.stand_in(), first.result_dim())
-    gathered = Gathered(dims, *x.shape[:2])
-    for call, span, (*_, cut_from) in zip(calls, spans, tiles, strict=True):
+    gathered = Gathered(dims, *x.shape[:2], spans)
+    for number, (call, (*_, cut_from)) in enumerate(zip(calls, tiles, strict=True)):
         call.cut_from = cut_from
-        gathered.add(span, call)
+        gathered.add(number, call)
     return AttentionShapes(tuple(dims), differentiable, result, first.is_sdpa), gathered.leaves
 
 
