@@ -39,7 +39,7 @@ def refuse_other_gradients(results: Sequence[torch.Tensor], leaves: Sequence[tor
 def _leads_to(results: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]) -> str:
     """Return where autograd leads from these results: to "another leaf" than those, to a reentrant "checkpoint", or to neither.
 
-    ops/csrc/tile_graph.h does the same.
+    ops/csrc/tiles.h does the same.
     """
     known = {id(leaf) for leaf in leaves}
     found = [result for result in results if result.requires_grad and result.is_leaf]

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ds_memo.remat import follower
 from ds_memo.remat.analyse import Analyse
 from ds_memo.remat.call import Call
 from ds_memo.remat.layer_call import CannotTile
@@ -92,6 +95,10 @@ class TileRun(NamedTuple):
         return [None if own is None else found[-1], *found[: len(self.inputs)]]
 
 
+def _noted_once(library: ModuleType, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return library.noted_once(forward, args, kwargs)
+
+
 class TileRuns:
     """Runs the tiles of one layer call.
 
@@ -150,14 +157,17 @@ class TileRuns:
             reached.cut_from = wholes
             return attention.result.of(attend(reached))
 
+        library, forward = follower.library(), self._forward
+        if library is not None and not isinstance(mode, nullcontext):
+            forward = functools.partial(_noted_once, library, forward)
         with drawing, mode, Carrying(carry if span.tokens.start else None, stretch) as after:
             if attention is None:
-                end = self._forward(*args, **kwargs)
+                end = forward(*args, **kwargs)
             elif attend is None:
-                end = run_to_attention(self._forward, args, kwargs, attention.sdpa)
+                end = run_to_attention(forward, args, kwargs, attention.sdpa)
                 end.cut_from = wholes
             else:
-                end = run_with_attention(self._forward, args, kwargs, supply, attention.sdpa)
+                end = run_with_attention(forward, args, kwargs, supply, attention.sdpa)
         if not isinstance(end, AttentionCall):
             end = self._shapes.output.tensor(end)
         return TileRun(end, [x, *carry, *self._arguments.inputs(args, kwargs)], after.left)

@@ -146,7 +146,7 @@ def weight_products(outputs: Sequence[torch.Tensor], parameters: Sequence[torch.
 def _weight_uses(
     outputs: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], products: dict[str, int], through: dict[str, bool]
 ) -> dict[int, list[tuple[Node, bool] | None]]:
-    """Find what autograd reaches matrices among the parameters through. ops/csrc/tile_graph.h does the same.
+    """Find what autograd reaches matrices among the parameters through. ops/csrc/tiles.h does the same.
 
     Returns:
         By index of the parameter its uses: products, as in :func:`weight_products`, and None for any other.

@@ -220,9 +220,32 @@ inline PyObject* unpack(PyObject*, PyObject* argument) {
 }
 inline PyMethodDef unpack_def{"unpack", unpack, METH_O, nullptr};
 
-// Calls fn(*args) with a mode and saved-tensor hooks on. Afterwards this thread has the stacks that it had, whatever fn did: Ctrl-C
-// may have come between two of its own steps.
-inline py::object under(py::object mode, py::object pack, py::object unpack, const py::object& fn, const py::tuple& args) {
+// The states of torch's own generators, of the host and of a device.
+struct RandomStates {
+  std::vector<std::pair<at::Generator, at::Tensor>> states;
+
+  explicit RandomStates(const at::Device& device) {
+    add(at::detail::getDefaultCPUGenerator());
+    if (device.is_cuda()) add(at::globalContext().defaultGenerator(device));
+  }
+  void add(const at::Generator& generator) { states.emplace_back(generator, Follower::state_of(generator)); }
+
+  // Only what differs is set: few layers draw.
+  void set() const {
+    for (const auto& [generator, state] : states) {
+      const at::Tensor now = Follower::state_of(generator);
+      if (now.nbytes() == state.nbytes() && std::memcmp(now.const_data_ptr(), state.const_data_ptr(), now.nbytes()) == 0) continue;
+      at::Generator drawn = generator;
+      const std::lock_guard<std::mutex> lock(drawn.mutex());
+      drawn.set_state(state);
+    }
+  }
+};
+
+// Calls fn(*args) with a mode and saved-tensor hooks on, and generators in given states. Afterwards this thread has the stacks and
+// the generators the states that they had, whatever fn did: Ctrl-C may have come between two of its own steps.
+inline py::object under(
+    py::object mode, py::object pack, py::object unpack, const py::object& fn, const py::tuple& args, const RandomStates* states) {
   using Modes = c10::impl::TorchDispatchModeTLS;
   using Hooks = at::SavedTensorDefaultHooks;
   struct Before {
@@ -233,6 +256,21 @@ inline py::object under(py::object mode, py::object pack, py::object unpack, con
       Modes::set_state(std::move(modes));
     }
   } before;
+  struct Drawn {
+    std::optional<RandomStates> now;
+    ~Drawn() {
+      try {
+        if (now) now->set();
+      } catch (const std::exception& error) {
+        TORCH_WARN("a generator's state could not be put back after a layer's replay: ", error.what());
+      }
+    }
+  } drawn;
+  if (states != nullptr) {
+    drawn.now = *states;
+    for (auto& [generator, state] : drawn.now->states) state = Follower::state_of(generator);
+    states->set();
+  }
   Hooks::lazy_initialize();
   auto* interpreter = getPyInterpreter();
   Hooks::push_hooks({pack.release().ptr(), interpreter}, {unpack.release().ptr(), interpreter});
@@ -256,6 +294,9 @@ inline void bind_checkpoint(py::module_& m) {
   m.def("pack", [](py::object checkpoint) { return hook(pack_def, checkpoint.ptr()); });
   m.def("recorded", [](py::object checkpoint) { of<Checkpoint>(checkpoint.ptr()).follower = py::none(); });
   m.def("noting", [](const py::object& mode, const py::object& pack) { return hook(note_and_pack_def, py::make_tuple(mode, pack).ptr()); });
+  py::class_<RandomStates>(m, "RandomStates", py::module_local()).def(py::init([](py::handle device) {
+    return new RandomStates(reinterpret_cast<THPDevice*>(device.ptr())->device);
+  }));
   m.def("under", &under);
   m.attr("unpack") = hook(unpack_def, nullptr);
   m.attr("same") = hook(same_def, nullptr);

@@ -20,7 +20,7 @@
 #include "allocator_python.h"
 #include "checkpoint.h"
 #include "layer_settings.h"
-#include "tile_graph.h"
+#include "tiles.h"
 
 #define DS_MEMO_TORCH (TORCH_VERSION_MAJOR * 100 + TORCH_VERSION_MINOR)
 #if DS_MEMO_TORCH < 211
@@ -423,5 +423,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   ds_memo::remat::bind_follower(m);
   ds_memo::remat::bind_checkpoint(m);
   ds_memo::remat::bind_layer_settings(m);
-  ds_memo::tiles::bind_tile_graph(m);
+  ds_memo::tiles::bind_tiles(m);
 }
