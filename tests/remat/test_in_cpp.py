@@ -20,6 +20,7 @@ from ds_memo.remat import follower
 from ds_memo.remat.layer import Layer
 from ds_memo.remat.layer_host import Work
 from ds_memo.swap.engine import SwapEngine
+from ds_memo.swap.frame import Frame, Kept
 from tests.everyday import everyday
 from tests.faults import put_in
 from tests.inside import inside
@@ -41,8 +42,8 @@ class Log:
     """All that a way of following may change."""
 
     outcomes: list[Outcome] = field(default_factory=list)
-    kept: list[tuple[Any, torch.Tensor, int]] = field(default_factory=list)
-    """Where in its frame, values and version of each tensor that layers gave to the engine."""
+    kept: list[tuple[Kept, torch.Tensor, int]] = field(default_factory=list)
+    """Place, values and version of each tensor in a frame: of resident frames at the end of the layer."""
     recipes_left: int = 0
     work: Work = field(default_factory=Work)
     report: dict[str, Any] = field(default_factory=dict)
@@ -58,9 +59,18 @@ def logged(model: nn.Module, drive: Callable[[nn.Module, int], Outcome], config:
     """Run steps of an attached copy of a model."""
     log, model = Log(), copy.deepcopy(model)
 
-    def keep(right: Any, engine: SwapEngine, frame: Any, kept: Any, tensor: torch.Tensor) -> None:
+    def note(frame: Frame, index: int) -> None:
+        log.kept.append((frame.layout.kept[index], frame.device[index].clone(), frame.versions[index]))
+
+    def keep(right: Any, engine: SwapEngine, frame: Frame, kept: Kept, tensor: torch.Tensor) -> None:
         right(engine, frame, kept, tensor)
-        log.kept.append((kept, tensor.detach().clone(), frame.versions[kept.index]))
+        if not frame.resident:
+            note(frame, kept.index)
+
+    def end(right: Any, engine: SwapEngine, frame: Frame) -> None:
+        for index in frame.device if frame.resident else ():
+            note(frame, index)
+        right(engine, frame)
 
     def left_recipe(right: Any, layer: Layer) -> None:
         log.recipes_left += 1
@@ -69,6 +79,7 @@ def logged(model: nn.Module, drive: Callable[[nn.Module, int], Outcome], config:
     before = ops_in_cpp()
     with pytest.MonkeyPatch.context() as patch:
         put_in(patch, SwapEngine, "keep", keep)
+        put_in(patch, SwapEngine, "end", end)
         put_in(patch, Layer, "left_recipe", left_recipe)
         handle = ds_memo.attach(model, config)
         for number in range(steps):
