@@ -202,8 +202,9 @@ def two_saved_tensors_are_swapped(patch: Patch) -> None:
 
 
 def random_states_are_not_put_back(patch: Patch) -> None:
-    def again(right: Any, library: Any, inputs: Any, run: Any, states: Any, *others: Any) -> None:
-        right(library, inputs, run, None, *others)
+    def again(right: Any, found: Any, inputs: Any, run: Any, states: Any, *others: Any) -> None:
+        with torch.random.fork_rng(devices=[]):
+            right(found, inputs, run, None, *others)
 
     put_in(patch, checkpoint, "_again", again)
 
