@@ -102,8 +102,13 @@ inline PyObject* pack_again(PyObject* self, PyObject* argument) {
   auto& call = of<Checkpoint>(run.checkpoint.ptr());
   at::Tensor tensor = THPVariable_Unpack(argument);
   if (tensor.requires_grad()) {  // else a node of the replay that saves its own output would hold itself
-    c10::impl::ExcludeDispatchKeyGuard below(c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot}));
-    tensor = tensor.key_set().has(c10::DispatchKey::Python) ? tensor.detach() : tensor.tensor_data();
+    if (tensor.key_set().has(c10::DispatchKey::Python)) {  // a subclass detaches what is inside it
+      tensor = tensor.detach();
+    } else {
+      const c10::DispatchKeySet python({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot});
+      c10::impl::ExcludeDispatchKeyGuard below(python);
+      tensor = tensor.tensor_data();
+    }
   }
   const size_t index = run.packed++;
   if (index >= call.saved.size()) {
@@ -201,7 +206,8 @@ inline PyObject* unpack(PyObject*, PyObject* argument) {
   py::object rerun = outside || !call.reruns.count(backward) ? Object<Rerun>::make({}) : call.reruns[backward];
   if (!outside) call.reruns[backward] = rerun;
   if (!of<Rerun>(rerun.ptr()).complete) run_again(checkpoint, rerun);
-  at::Tensor tensor = std::move(of<Rerun>(rerun.ptr()).tensors[index]);
+  auto& tensors = of<Rerun>(rerun.ptr()).tensors;  // fewer than holders, if it ran inside the forward
+  at::Tensor tensor = index < tensors.size() ? std::move(tensors[index]) : at::Tensor();
   if (!tensor.defined()) {
     PyErr_SetString(
         checkpoint_error,

@@ -194,7 +194,7 @@ struct Follower {
 
   bool record_plain(const Op& info, const c10::OperatorHandle& op, Stack* stack, const c10::IValue* args, bool reads) {
     if (info.kind == Kind::mutates) {
-      if (!awaiting || !adds_bias(info, args)) return false;
+      if (!awaiting || reads || !adds_bias(info, args)) return false;
       run_op(op, stack);
       const auto [index, product] = *std::exchange(awaiting, std::nullopt);
       keep_rows(program->steps[index], product);
@@ -410,8 +410,20 @@ struct Follower {
 inline PyObject* describe = nullptr;     // tells what an op is: (name, overload) -> tuple
 inline PyTypeObject* mode_type = nullptr;  // ds_memo.remat.modes.Mode
 
-inline const Op& op_of(const c10::OperatorHandle& handle) {
+// Counts ops that torch has forgotten. Another op may then have the handle of one of them.
+struct Forgotten final : c10::OpRegistrationListener {
+  inline static std::atomic<int64_t> ops = 0;
+  void onOperatorRegistered(const c10::OperatorHandle&) override {}
+  void onOperatorDeregistered(const c10::OperatorHandle&) override { ++ops; }
+};
+
+inline Op op_of(const c10::OperatorHandle& handle) {
   static thread_local std::unordered_map<c10::OperatorHandle, Op> known;
+  static thread_local int64_t forgotten = 0;
+  if (const int64_t now = Forgotten::ops; now != forgotten) {
+    forgotten = now;
+    known.clear();
+  }
   if (auto at = known.find(handle); at != known.end()) return at->second;
   py::gil_scoped_acquire gil;
   StashMode off;
@@ -549,8 +561,10 @@ inline void bind_follower(py::module_& m) {
     if (describe != nullptr) return;
     describe = describes.release().ptr();
     mode_type = reinterpret_cast<PyTypeObject*>(type.release().ptr());
+    // Neither is ever deleted: torch's own live as long.
+    new c10::RegistrationHandleRAII(c10::Dispatcher::singleton().addRegistrationListener(std::make_unique<Forgotten>()));
     auto* interpreter = getPyInterpreter();
-    interpreter->vtable_ = new Table(interpreter->vtable_);  // never deleted: torch's own lives as long
+    interpreter->vtable_ = new Table(interpreter->vtable_);
   });
 }
 
