@@ -202,9 +202,14 @@ inline PyObject* unpack(PyObject*, PyObject* argument) {
       if (!call.reruns.count(backward)) call.groups.push_back(std::move(group));
     }
   }
-  const bool outside = backward == Backward{-1, false};  // of any backward: a run for this tensor alone
-  py::object rerun = outside || !call.reruns.count(backward) ? Object<Rerun>::make({}) : call.reruns[backward];
-  if (!outside) call.reruns[backward] = rerun;
+  py::object rerun;
+  if (backward == Backward{-1, false}) {  // outside of any backward: a run for this tensor alone
+    rerun = Object<Rerun>::make({});
+  } else {
+    py::object& of_backward = call.reruns[backward];
+    if (!of_backward) of_backward = Object<Rerun>::make({});
+    rerun = of_backward;
+  }
   if (!of<Rerun>(rerun.ptr()).complete) run_again(checkpoint, rerun);
   auto& tensors = of<Rerun>(rerun.ptr()).tensors;  // fewer than holders, if it ran inside the forward
   at::Tensor tensor = index < tensors.size() ? std::move(tensors[index]) : at::Tensor();
@@ -301,8 +306,9 @@ inline void bind_checkpoint(py::module_& m) {
     } popped;
     py::list inputs(args.size());
     for (size_t i = 0; i < args.size(); ++i)
-      inputs[i] = THPVariable_Check(args[i].ptr()) ? py::cast(new SavedInput{{THPVariable_Unpack(args[i].ptr()), /*is_output=*/false}})
-                                                   : py::object(args[i]);
+      inputs[i] = THPVariable_Check(args[i].ptr())
+          ? py::cast(SavedInput{{THPVariable_Unpack(args[i].ptr()), /*is_output=*/false}}, py::return_value_policy::move)
+          : py::object(args[i]);
     return inputs;
   });
   m.def("recorded", [](py::object checkpoint) { of<Checkpoint>(checkpoint.ptr()).follower = py::none(); });
