@@ -70,9 +70,11 @@ class Call:
             return
         self.engine.about_to_change(self.frame, tensor)
         for index, values in self.loose.items():
-            if any(isinstance(value, torch.Tensor) and storage_of(value) == storage for value in values):
-                self.altered.add(index)
-                self.loose[index] = tuple(map(cloned, values))
+            for value in values:
+                if isinstance(value, torch.Tensor) and storage_of(value) == storage:
+                    self.altered.add(index)
+                    self.loose[index] = tuple(map(cloned, values))
+                    break
 
     def keep_outputs(self, index: int, op: SavedOp, outputs: tuple[Any, ...]) -> None:
         """Keep the outputs of the saved op at `index`: in the frame, or in `loose`."""

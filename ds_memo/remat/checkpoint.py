@@ -49,8 +49,7 @@ def run_by_cpp(
         pack: of the saved-tensor hooks for the layer's inputs. Inside the layer torch's checkpoint has hooks of its own.
         mode: notes what autograd saves by the hook here.
     """
-    with saved_tensors_hooks(pack, unpack):
-        inputs = [library.SavedInput(value) if isinstance(value, torch.Tensor) else value for value in lifted.args]
+    inputs = library.save_inputs(lifted.args, pack, unpack)
     states = library.RandomStates(device) if preserve_rng_state else None
     again = functools.partial(_again, library, inputs, lifted.replay, states, autocast_now(), replay)
     checkpoint = library.checkpoint(again, mode.at)

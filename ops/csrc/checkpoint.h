@@ -202,9 +202,14 @@ inline PyObject* unpack(PyObject*, PyObject* argument) {
       if (!call.reruns.count(backward)) call.groups.push_back(std::move(group));
     }
   }
-  const bool outside = backward == Backward{-1, false};  // of any backward: a run for this tensor alone
-  py::object rerun = outside || !call.reruns.count(backward) ? Object<Rerun>::make({}) : call.reruns[backward];
-  if (!outside) call.reruns[backward] = rerun;
+  py::object rerun;
+  if (backward == Backward{-1, false}) {  // outside of any backward: a run for this tensor alone
+    rerun = Object<Rerun>::make({});
+  } else {
+    py::object& of_backward = call.reruns[backward];
+    if (!of_backward) of_backward = Object<Rerun>::make({});
+    rerun = of_backward;
+  }
   if (!of<Rerun>(rerun.ptr()).complete) run_again(checkpoint, rerun);
   auto& tensors = of<Rerun>(rerun.ptr()).tensors;  // fewer than holders, if it ran inside the forward
   at::Tensor tensor = index < tensors.size() ? std::move(tensors[index]) : at::Tensor();
@@ -292,6 +297,20 @@ inline void bind_checkpoint(py::module_& m) {
   Object<Holder>::define("ds_memo.Holder");
   m.def("checkpoint", [](py::object rerun, py::object follower) { return Object<Checkpoint>::make({std::move(rerun), std::move(follower)}); });
   m.def("pack", [](py::object checkpoint) { return hook(pack_def, checkpoint.ptr()); });
+  m.def("save_inputs", [](const py::tuple& args, py::object pack, py::object unpack) {
+    at::SavedTensorDefaultHooks::lazy_initialize();
+    auto* interpreter = getPyInterpreter();
+    at::SavedTensorDefaultHooks::push_hooks({pack.release().ptr(), interpreter}, {unpack.release().ptr(), interpreter});
+    struct Popped {
+      ~Popped() { at::SavedTensorDefaultHooks::pop_hooks(); }
+    } popped;
+    py::list inputs(args.size());
+    for (size_t i = 0; i < args.size(); ++i)
+      inputs[i] = THPVariable_Check(args[i].ptr())
+          ? py::cast(SavedInput{{THPVariable_Unpack(args[i].ptr()), /*is_output=*/false}}, py::return_value_policy::move)
+          : py::object(args[i]);
+    return inputs;
+  });
   m.def("recorded", [](py::object checkpoint) { of<Checkpoint>(checkpoint.ptr()).follower = py::none(); });
   m.def("noting", [](const py::object& mode, const py::object& pack) { return hook(note_and_pack_def, py::make_tuple(mode, pack).ptr()); });
   py::class_<RandomStates>(m, "RandomStates", py::module_local()).def(py::init([](py::handle device) {
@@ -301,7 +320,6 @@ inline void bind_checkpoint(py::module_& m) {
   m.attr("unpack") = hook(unpack_def, nullptr);
   m.attr("same") = hook(same_def, nullptr);
   py::class_<SavedInput>(m, "SavedInput", py::module_local())
-      .def(py::init([](py::handle tensor) { return new SavedInput{{THPVariable_Unpack(tensor.ptr()), /*is_output=*/false}}; }))
       .def("unpack", [](const SavedInput& input) { return wrapped(input.variable.unpack()); });
   m.def("raises", [](py::object stop, py::object error, py::object group) {
     stop_error = stop.release().ptr();

@@ -454,7 +454,7 @@ struct Table final : c10::impl::PyInterpreterVTable {
     const auto depth = Modes::stack_len();
     if (depth == 0) return nullptr;
     PyObject* mode = Modes::get_stack_at(depth - 1)->ptr(getPyInterpreter());
-    return PyType_IsSubtype(Py_TYPE(mode), mode_type) ? follower_of(mode) : nullptr;
+    return follower_of(mode);
   }
 
   static bool followed(const c10::OperatorHandle& op, Stack* stack) {
@@ -478,6 +478,7 @@ struct Table final : c10::impl::PyInterpreterVTable {
     struct Latest { PyObject* mode = nullptr; Follower* follower = nullptr; int64_t made = -1; };
     static thread_local Latest latest;
     if (latest.mode == mode && latest.made == Follower::made) return latest.follower;
+    if (!PyType_IsSubtype(Py_TYPE(mode), mode_type)) return nullptr;
     py::gil_scoped_acquire gil;
     py::object at = py::reinterpret_steal<py::object>(PyObject_GetAttrString(mode, "at"));
     if (!at) throw py::error_already_set();

@@ -12,7 +12,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <string>
-#include <typeindex>
+#include <typeinfo>
 #include <unordered_map>
 #include <unordered_set>
 #include <utility>
@@ -76,8 +76,8 @@ struct Role {
 };
 
 inline const Role& role_of(const Node& node, const py::dict& products, const py::dict& through) {
-  static std::unordered_map<std::type_index, Role> known;  // the GIL is held
-  const auto [at, is_new] = known.try_emplace(typeid(node));
+  static std::unordered_map<const std::type_info*, Role> known;  // the GIL is held
+  const auto [at, is_new] = known.try_emplace(&typeid(node));
   if (is_new && std::string(typeid(node).name()).find("PyNode") == std::string::npos) {
     const py::str name(node.name());
     if (products.contains(name)) at->second.right = products[name].cast<int>();
@@ -93,7 +93,7 @@ inline py::dict weight_uses(const py::list& outputs, const py::list& parameters,
   for (size_t index = 0; index < parameters.size(); ++index)
     if (const at::Tensor& parameter = tensor_of(parameters[index]); parameter.dim() == 2)
       indices.emplace(parameter.unsafeGetTensorImpl(), index);
-  std::vector<py::list> uses(parameters.size());
+  std::unordered_map<size_t, py::list> uses;
   each_node(outputs, [&](const NodePtr& node) {
     const Role& role = role_of(*node, products, through);
     if (role.through) return true;  // those that use its result count
@@ -116,8 +116,7 @@ inline py::dict weight_uses(const py::list& outputs, const py::list& parameters,
     return true;
   });
   py::dict result;
-  for (const auto& [leaf, index] : indices)
-    if (uses[index].size()) result[py::int_(index)] = uses[index];
+  for (const auto& [index, of_one] : uses) result[py::int_(index)] = of_one;
   return result;
 }
 

@@ -34,7 +34,8 @@ def by_torch(run: Run, *args: Any) -> Any:
 
 def by_cpp(run: Run, *args: Any) -> Any:
     library = follower.library()
-    saved = [library.SavedInput(value) for value in args]
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False) or (library.same, library.same)
+    saved = library.save_inputs(args, *hooks)
 
     def again(pack: Callable[[torch.Tensor], Any]) -> None:
         values = [value.unpack() for value in saved]

@@ -241,7 +241,7 @@ def _attention_shapes(
     if any(dims[i] is None and not any(first.leaves[i] is parameter for parameter in parameters) for i in differentiable):
         raise CannotTile("attention gets a tensor without tokens that needs a gradient and is no parameter")
     result = one_tensor("attention", first.stand_in(), first.result_dim())
-    gathered = Gathered(dims, *x.shape[:2], spans)
+    gathered = Gathered(dims, x.shape[0], x.shape[1], spans)
     for number, (call, (*_, cut_from)) in enumerate(zip(calls, tiles, strict=True)):
         call.cut_from = cut_from
         gathered.add(number, call)
