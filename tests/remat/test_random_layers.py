@@ -39,9 +39,7 @@ STATEMENTS = {
     **dict.fromkeys(["N = V.mul(2.0)", "V.add_(0.1)", "V.mul_(0.9)", "F.relu_(V)", "V[:, 1:].add_(U[:, 1:])", "V.copy_(U)"], 1),
     **dict.fromkeys(["N = F.dropout(V, 0.2)", "N = V.detach()", "N = V.clone()", "N = V.mT.contiguous().mT"], 1),
     "N = F.scaled_dot_product_attention(V.unsqueeze(1), U.unsqueeze(1), V.unsqueeze(1), is_causal=True).squeeze(1)": 2,
-    **dict.fromkeys(
-        ["N = (V @ U.mT).softmax(-1) @ V", "N = torch.bmm(V, self.batched)", "N = torch.baddbmm(V, U, self.batched)"], 1
-    ),
+    **dict.fromkeys(["N = (V @ U.mT).softmax(-1) @ V", "N = torch.bmm(V, self.each)", "N = torch.baddbmm(V, U, self.each)"], 1),
     "N = U * V.softmax(-1).topk(2, -1)[0].sum(-1, keepdim=True)": 1,
     "with torch.no_grad(): N = L(V)": 1,
     "with torch.no_grad(): N = V.flatten(0, 1) @ W.t(); N.add_(B); N = N.view_as(V)": 1,
