@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -20,7 +20,6 @@ from torch.utils.checkpoint import _checkpoint_without_reentrant_generator, _Sto
 
 from ds_memo.remat.autocast import Autocast, autocast_now
 from ds_memo.remat.inputs import Lifted, unpack
-from ds_memo.remat.random_states import States, put_back, set_own, states_now
 from ds_memo.remat.record import Record
 from ds_memo.remat.replay import Replay
 
@@ -50,14 +49,13 @@ def run_by_cpp(
         pack: of the saved-tensor hooks for the layer's inputs. Inside the layer torch's checkpoint has hooks of its own.
         mode: notes what autograd saves by the hook here.
     """
-    with saved_tensors_hooks(pack, unpack):
-        inputs = [library.SavedInput(value) if isinstance(value, torch.Tensor) else value for value in lifted.args]
-    states = states_now(device) if preserve_rng_state else None
-    again = functools.partial(_again, library, inputs, lifted.replay, states, device, autocast_now(), replay)
+    inputs = library.save_inputs(lifted.args, pack, unpack)
+    states = library.RandomStates(device) if preserve_rng_state else None
+    again = functools.partial(_again, library, inputs, lifted.replay, states, autocast_now(), replay)
     checkpoint = library.checkpoint(again, mode.at)
     raised = True
     try:
-        out = library.under(mode, library.pack(checkpoint), library.unpack, lifted.fn, lifted.args)
+        out = library.under(mode, library.pack(checkpoint), library.unpack, lifted.fn, lifted.args, None)
         raised = False
     finally:
         mode.ends(raised)
@@ -69,28 +67,28 @@ def _again(
     library: ModuleType,
     inputs: Sequence[Any],
     run: Callable[..., Any],
-    states: States | None,
-    device: torch.device,
+    states: Any,
     autocast: Autocast,
     replay: Callable[[], Replay],
     pack: Callable[[torch.Tensor], Any],
 ) -> None:
     """Run the layer again. `pack` ends it by torch's _StopRecomputationError."""
     args = [value.unpack() if isinstance(value, library.SavedInput) else value for value in inputs]
-    with torch.enable_grad(), ExitStack() as stack:
-        if states is not None:
-            stack.enter_context(put_back(states_now(device)))
-            set_own(states)
-        if autocast_now() != autocast:
-            for kind, enabled, dtype in autocast:
-                if torch.amp.is_autocast_available(kind):
-                    stack.enter_context(torch.amp.autocast(kind, dtype, enabled))
+    with torch.enable_grad(), nullcontext() if autocast_now() == autocast else _as_in(autocast):
         mode = replay()
         mode.begins()
         try:
-            library.under(mode, pack, library.same, run, tuple(args))
+            library.under(mode, pack, library.same, run, tuple(args), states)
         finally:
             mode.ends()
+
+
+def _as_in(autocast: Autocast) -> ExitStack:
+    with ExitStack() as stack:
+        for kind, enabled, dtype in autocast:
+            if torch.amp.is_autocast_available(kind):
+                stack.enter_context(torch.amp.autocast(kind, dtype, enabled))
+        return stack.pop_all()
 
 
 def run_by_torch(

@@ -121,6 +121,7 @@ class LayerHost:
         self.policy = policy
         self._attention = attention
         self._sdpa = SDPA.get(attention)
+        self._torchs_choice = engine.device.type != "cuda" and attention is None
         self.attention_kernels: dict[str, str] = {}
         """Kernels of the layers' attention as far as PyTorch or the model took them, and why."""
         self._warned: set[tuple[type | None, str]] = set()
@@ -224,6 +225,8 @@ class LayerHost:
         Raises:
             MemoError: PyTorch has no such kernel for this call.
         """
+        if self._torchs_choice:
+            return fn(*args)
         flash_first = self._attention in (None, FA3, FA4) and bool(attention_kernels.running())
         if flash_first or (self._sdpa is not SDPBackend.FLASH_ATTENTION and any(map(cudnn.may_concern, args))):
             module = layer.module()

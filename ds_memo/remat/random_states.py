@@ -6,7 +6,7 @@ import copy
 import pickle
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -65,26 +65,6 @@ def set_states(states: Iterable[tuple[Any, bytes]]) -> None:
 def another(generator: Any) -> Any:
     """Return a new generator of the same class, with the same state."""
     return generator.clone_state() if isinstance(generator, torch.Generator) else copy.deepcopy(generator)
-
-
-States = Sequence[tuple[torch.Generator, torch.Tensor]]
-
-
-def states_now(device: torch.device) -> States:
-    """Return PyTorch's own generators, of the host and of a device, with their states: as `own_states`, but at a tenth of the
-    time, and not to be compared."""
-    host, own = torch.default_generator, generator_of(device)
-    return [(host, host.get_state())] if own is host else [(host, host.get_state()), (own, own.get_state())]
-
-
-def set_own(states: States) -> None:
-    for generator, state in states:
-        generator.set_state(state)
-
-
-def put_back(states: States) -> Undoing:
-    """Put these states back at the end of the block."""
-    return Undoing(partial(set_own, states))
 
 
 def own_states(device: torch.device) -> list[tuple[Any, bytes]]:

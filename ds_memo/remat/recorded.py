@@ -11,7 +11,7 @@ import torch
 from ds_memo.remat import checkpoint, follower
 from ds_memo.remat.analyse import Analyse
 from ds_memo.remat.call import Call
-from ds_memo.remat.inputs import DeviceInput, analysing_pack, lift_keywords, recording_pack
+from ds_memo.remat.inputs import DeviceInput, Lifted, analysing_pack, lift_keywords, recording_pack
 from ds_memo.remat.layer import Layer
 from ds_memo.remat.layer_call import LayerCall
 from ds_memo.remat.layer_host import LayerHost, Way
@@ -58,10 +58,11 @@ def _run(call: LayerCall, host: LayerHost) -> Any:
         replay = record.before.around(replay)
     if call.preserve_rng_state:
         replay = from_current_states(replay)
-    lifted = lifted._replace(fn=fn, replay=replay)
-    nested = [value for value in lifted.args if not isinstance(value, torch.Tensor)]
-    record.device_inputs = [DeviceInput(layer.name, tensor) for tensor in tensor_leaves((nested, lifted.bound))]
-    givens = functools.partial(_givens, layer, (lifted.args, lifted.bound))
+    args, bound = lifted.args, lifted.bound
+    lifted = Lifted(fn, replay, args, bound)
+    nested = [value for value in args if not isinstance(value, torch.Tensor)]
+    record.device_inputs = [DeviceInput(layer.name, tensor) for tensor in tensor_leaves((nested, bound))]
+    givens = functools.partial(_givens, layer, (args, bound))
     observed = Observed() if recipe is None else None
     library, mode = None, None
     if observed is not None:
@@ -69,7 +70,7 @@ def _run(call: LayerCall, host: LayerHost) -> Any:
         mode, pack = Analyse(record, observed, givens()), analysing_pack(record, observed)
     else:
         layer.latest = recipe
-        library = follower.library() if checkpoint.may_use_cpp(lifted.args, engine.device) else None
+        library = follower.library() if checkpoint.may_use_cpp(args, engine.device) else None
         mode, pack = Record(record, givens, layer.left_recipe, hooked=library is not None), recording_pack(record)
     try:
         if recipe is not None:

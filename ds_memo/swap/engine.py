@@ -153,9 +153,8 @@ class SwapEngine:
 
     def about_to_change(self, frame: Frame, tensor: torch.Tensor) -> None:
         """Preserve the present value of what is kept of `tensor`, which is about to be changed in place."""
-        storage = tensor.untyped_storage()._cdata
         for index, source in list(frame.device.items()):
-            if source.untyped_storage()._cdata != storage:
+            if not torch._C._is_alias_of(source, tensor):
                 continue
             unsent = self._unsent is not None and self._unsent[2] is source
             if not frame.resident and not unsent:

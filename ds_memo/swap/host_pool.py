@@ -49,8 +49,8 @@ class Range:
     segment: Segment
     begin: int
     end: int
-    stream: torch.cuda.Stream | None = None
-    """The compute stream that it was allocated on; None: the range is free, or the device is a CPU."""
+    stream: int | None = None
+    """CUDA's handle of the compute stream that it was allocated on; None: the range is free, or the device is a CPU."""
 
     @property
     def nbytes(self) -> int:
@@ -98,7 +98,7 @@ class HostPool:
         """True while ranges change hands, and since then if Ctrl-C came meanwhile."""
         self.lost: deque[Mapping[Any, Sequence[Range]]] = deque()
         """Ranges of slabs that were garbage-collected, with their models, before they freed them."""
-        self._freed_on: set[torch.cuda.Stream | None] = set()
+        self._freed_on: set[int | None] = set()
         """Compute streams of the ranges freed since the device was last synchronized."""
 
     @property
@@ -138,7 +138,7 @@ class HostPool:
         Raises:
             Refused: the system refuses. No allocated range has changed.
         """
-        stream = torch.cuda.current_stream(self.device) if self.pinned else None
+        stream = self._stream()
         self._prepare(nbytes, stream, wanted_by)
         self.used += nbytes
         return self._cut(nbytes, stream)
@@ -153,12 +153,18 @@ class HostPool:
             return True
         with self.changing():
             try:
-                self._prepare(nbytes, torch.cuda.current_stream(self.device) if self.pinned else None, "a layer call")
+                self._prepare(nbytes, self._stream(), "a layer call")
             except Refused:
                 return False
         return True
 
-    def _prepare(self, nbytes: int, stream: torch.cuda.Stream | None, wanted_by: str) -> None:
+    def _stream(self) -> int | None:
+        """Return CUDA's handle of the present compute stream: torch takes long to make a Stream, and to compare two."""
+        if not self.pinned:
+            return None
+        return torch._C._cuda_getCurrentRawStream(torch.cuda.current_device() if self.device.index is None else self.device.index)
+
+    def _prepare(self, nbytes: int, stream: int | None, wanted_by: str) -> None:
         """Have `nbytes` free. Map only what free memory lacks."""
         self.free_lost()
         if not self._freed_on <= {stream}:  # other streams' copies may still use it, and no event orders them
@@ -199,7 +205,7 @@ class HostPool:
         self._release(self._idle())
         self.most, self.why_no_more, self.given = sys.maxsize, "", 0  # the next model asks the system anew
 
-    def _cut(self, nbytes: int, stream: torch.cuda.Stream | None) -> list[Range]:
+    def _cut(self, nbytes: int, stream: int | None) -> list[Range]:
         """Take `nbytes` from as few free ranges as possible: the largest first, the last from the smallest that is enough."""
         ranges = sorted(self._free_ranges, key=_size)
         pieces = []

@@ -300,6 +300,7 @@ class CudaStreams:
         if (memcpy := self._memcpy) is None:
             with self._copy_streams[stream]:
                 bytes_of(dst, dst_at, nbytes).copy_(bytes_of(src, src_at, nbytes), non_blocking=True)
+        # The thread may be on another device: CUDA copies on the stream's.
         elif status := memcpy(dst.data_ptr() + dst_at, src.data_ptr() + src_at, nbytes, *self._ways[stream]):
             torch.cuda.check_error(status)
 

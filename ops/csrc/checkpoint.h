@@ -102,8 +102,13 @@ inline PyObject* pack_again(PyObject* self, PyObject* argument) {
   auto& call = of<Checkpoint>(run.checkpoint.ptr());
   at::Tensor tensor = THPVariable_Unpack(argument);
   if (tensor.requires_grad()) {  // else a node of the replay that saves its own output would hold itself
-    c10::impl::ExcludeDispatchKeyGuard below(c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot}));
-    tensor = tensor.key_set().has(c10::DispatchKey::Python) ? tensor.detach() : tensor.tensor_data();
+    if (tensor.key_set().has(c10::DispatchKey::Python)) {  // a subclass detaches what is inside it
+      tensor = tensor.detach();
+    } else {
+      const c10::DispatchKeySet python({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot});
+      c10::impl::ExcludeDispatchKeyGuard below(python);
+      tensor = tensor.tensor_data();
+    }
   }
   const size_t index = run.packed++;
   if (index >= call.saved.size()) {
@@ -201,7 +206,8 @@ inline PyObject* unpack(PyObject*, PyObject* argument) {
   py::object rerun = outside || !call.reruns.count(backward) ? Object<Rerun>::make({}) : call.reruns[backward];
   if (!outside) call.reruns[backward] = rerun;
   if (!of<Rerun>(rerun.ptr()).complete) run_again(checkpoint, rerun);
-  at::Tensor tensor = std::move(of<Rerun>(rerun.ptr()).tensors[index]);
+  auto& tensors = of<Rerun>(rerun.ptr()).tensors;  // fewer than holders, if it ran inside the forward
+  at::Tensor tensor = index < tensors.size() ? std::move(tensors[index]) : at::Tensor();
   if (!tensor.defined()) {
     PyErr_SetString(
         checkpoint_error,
@@ -214,9 +220,32 @@ inline PyObject* unpack(PyObject*, PyObject* argument) {
 }
 inline PyMethodDef unpack_def{"unpack", unpack, METH_O, nullptr};
 
-// Calls fn(*args) with a mode and saved-tensor hooks on. Afterwards this thread has the stacks that it had, whatever fn did: Ctrl-C
-// may have come between two of its own steps.
-inline py::object under(py::object mode, py::object pack, py::object unpack, const py::object& fn, const py::tuple& args) {
+// The states of torch's own generators, of the host and of a device.
+struct RandomStates {
+  std::vector<std::pair<at::Generator, at::Tensor>> states;
+
+  explicit RandomStates(const at::Device& device) {
+    add(at::detail::getDefaultCPUGenerator());
+    if (device.is_cuda()) add(at::globalContext().defaultGenerator(device));
+  }
+  void add(const at::Generator& generator) { states.emplace_back(generator, Follower::state_of(generator)); }
+
+  // Only what differs is set: few layers draw.
+  void set() const {
+    for (const auto& [generator, state] : states) {
+      const at::Tensor now = Follower::state_of(generator);
+      if (now.nbytes() == state.nbytes() && std::memcmp(now.const_data_ptr(), state.const_data_ptr(), now.nbytes()) == 0) continue;
+      at::Generator drawn = generator;
+      const std::lock_guard<std::mutex> lock(drawn.mutex());
+      drawn.set_state(state);
+    }
+  }
+};
+
+// Calls fn(*args) with a mode and saved-tensor hooks on, and generators in given states. Afterwards this thread has the stacks and
+// the generators the states that they had, whatever fn did: Ctrl-C may have come between two of its own steps.
+inline py::object under(
+    py::object mode, py::object pack, py::object unpack, const py::object& fn, const py::tuple& args, const RandomStates* states) {
   using Modes = c10::impl::TorchDispatchModeTLS;
   using Hooks = at::SavedTensorDefaultHooks;
   struct Before {
@@ -227,6 +256,21 @@ inline py::object under(py::object mode, py::object pack, py::object unpack, con
       Modes::set_state(std::move(modes));
     }
   } before;
+  struct Drawn {
+    std::optional<RandomStates> now;
+    ~Drawn() {
+      try {
+        if (now) now->set();
+      } catch (const std::exception& error) {
+        TORCH_WARN("a generator's state could not be put back after a layer's replay: ", error.what());
+      }
+    }
+  } drawn;
+  if (states != nullptr) {
+    drawn.now = *states;
+    for (auto& [generator, state] : drawn.now->states) state = Follower::state_of(generator);
+    states->set();
+  }
   Hooks::lazy_initialize();
   auto* interpreter = getPyInterpreter();
   Hooks::push_hooks({pack.release().ptr(), interpreter}, {unpack.release().ptr(), interpreter});
@@ -248,13 +292,28 @@ inline void bind_checkpoint(py::module_& m) {
   Object<Holder>::define("ds_memo.Holder");
   m.def("checkpoint", [](py::object rerun, py::object follower) { return Object<Checkpoint>::make({std::move(rerun), std::move(follower)}); });
   m.def("pack", [](py::object checkpoint) { return hook(pack_def, checkpoint.ptr()); });
+  m.def("save_inputs", [](const py::tuple& args, py::object pack, py::object unpack) {
+    at::SavedTensorDefaultHooks::lazy_initialize();
+    auto* interpreter = getPyInterpreter();
+    at::SavedTensorDefaultHooks::push_hooks({pack.release().ptr(), interpreter}, {unpack.release().ptr(), interpreter});
+    struct Popped {
+      ~Popped() { at::SavedTensorDefaultHooks::pop_hooks(); }
+    } popped;
+    py::list inputs(args.size());
+    for (size_t i = 0; i < args.size(); ++i)
+      inputs[i] = THPVariable_Check(args[i].ptr()) ? py::cast(new SavedInput{{THPVariable_Unpack(args[i].ptr()), /*is_output=*/false}})
+                                                   : py::object(args[i]);
+    return inputs;
+  });
   m.def("recorded", [](py::object checkpoint) { of<Checkpoint>(checkpoint.ptr()).follower = py::none(); });
   m.def("noting", [](const py::object& mode, const py::object& pack) { return hook(note_and_pack_def, py::make_tuple(mode, pack).ptr()); });
+  py::class_<RandomStates>(m, "RandomStates", py::module_local()).def(py::init([](py::handle device) {
+    return new RandomStates(reinterpret_cast<THPDevice*>(device.ptr())->device);
+  }));
   m.def("under", &under);
   m.attr("unpack") = hook(unpack_def, nullptr);
   m.attr("same") = hook(same_def, nullptr);
   py::class_<SavedInput>(m, "SavedInput", py::module_local())
-      .def(py::init([](py::handle tensor) { return new SavedInput{{THPVariable_Unpack(tensor.ptr()), /*is_output=*/false}}; }))
       .def("unpack", [](const SavedInput& input) { return wrapped(input.variable.unpack()); });
   m.def("raises", [](py::object stop, py::object error, py::object group) {
     stop_error = stop.release().ptr();

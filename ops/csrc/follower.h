@@ -53,6 +53,7 @@ using StashMode = torch::torch_dispatch_mode::StashTorchDispatchModeGuard;
 enum class Kind { plain, gemm, batched, mutates, saved, other };
 struct Op {
   Kind kind = Kind::other;
+  size_t arguments = 0;
   bool splits = false;        // mm or addmm: its rows can be computed here
   bool adds = false;          // its first operand is added to the product
   bool view = false;          // may stand between a product and its bias
@@ -69,6 +70,8 @@ struct Step {
   at::ScalarType dtype = at::kFloat;
   int64_t flops = 0, m = 0, rows = 0;
   py::object kept = py::none();
+  py::object index;             // of what is kept, in the frame
+  std::vector<int64_t> stride;  // of what is kept
 };
 
 struct Program {
@@ -95,6 +98,9 @@ struct Program {
       step.m = op.attr("m").cast<int64_t>();
       step.rows = op.attr("rows").cast<int64_t>();
       step.kept = op.attr("kept");
+      if (step.kept.is_none()) continue;
+      step.index = step.kept.attr("index");
+      step.stride = step.kept.attr("stride").cast<std::vector<int64_t>>();
     }
   }
 };
@@ -133,8 +139,11 @@ struct Follower {
   std::shared_ptr<Program> program;
   PyObject* mode;  // it owns this
   py::object call;
-  py::object numbers;  // of the layer's parameters by id; None: the call does not ask for them
   bool replays;
+  py::object frame;
+  py::object numbers;  // of the layer's parameters by id; None: the call does not ask for them
+  py::dict tensors;    // the frame's that a record keeps on the device, and that a replay reads
+  bool in_frame;       // false: the engine keeps a tensor, and the frame gives it
 
   int64_t next = 0;            // index of the recipe's next op
   int64_t packs = 0;           // tensors that autograd has saved
@@ -150,15 +159,19 @@ struct Follower {
 
   Follower(std::shared_ptr<Program> program, PyObject* mode, py::object call, bool replays)
       : program(std::move(program)), mode(mode), call(std::move(call)), replays(replays) {
+    frame = this->call.attr("frame");
     const py::object before = this->call.attr("before");
     numbers = before.is_none() ? before : py::object(before.attr("state").attr("number_of"));
+    const bool resident = !frame.is_none() && frame.attr("resident").cast<bool>();
+    in_frame = replays ? !frame.is_none() && py::len(frame.attr("changed")) == 0 : resident;
+    if (in_frame) tensors = frame.attr(resident ? "device" : "slots");
     ++made;
   }
   ~Follower() { ++made; }
 
   // Returns false if Python shall run the op; nothing has happened then.
   bool run(const Op& info, const c10::OperatorHandle& op, Stack* stack) {
-    const size_t count = op.schema().arguments().size();
+    const size_t count = info.arguments;
     const c10::IValue* args = stack->data() + (stack->size() - count);
     bool subclass = false, reads = false;
     for (size_t i = 0; i < count; ++i)
@@ -181,7 +194,7 @@ struct Follower {
 
   bool record_plain(const Op& info, const c10::OperatorHandle& op, Stack* stack, const c10::IValue* args, bool reads) {
     if (info.kind == Kind::mutates) {
-      if (!awaiting || !adds_bias(info, args)) return false;
+      if (!awaiting || reads || !adds_bias(info, args)) return false;
       run_op(op, stack);
       const auto [index, product] = *std::exchange(awaiting, std::nullopt);
       keep_rows(program->steps[index], product);
@@ -223,8 +236,16 @@ struct Follower {
     StashMode off;
     keep_rows_stashed(step, product);
   }
+  // As ds_memo.swap.engine's keep, which has the frames whose rows go to the host.
   void keep_rows_stashed(const Step& step, const at::Tensor& product) {
-    call.attr("engine").attr("keep")(call.attr("frame"), step.kept, wrapped(product));
+    if (in_frame && product.strides() == c10::IntArrayRef(step.stride)) {
+      const at::Tensor source = product.detach();
+      py::dict versions = frame.attr("versions");
+      tensors[step.index] = wrapped(source);
+      versions[step.index] = source._version();
+    } else {
+      call.attr("engine").attr("keep")(frame, step.kept, wrapped(product));
+    }
   }
 
   bool keep_saved(const c10::OperatorHandle& op, Stack* stack) {
@@ -297,7 +318,7 @@ struct Follower {
       py::object now = weight_number(right);
       if (!now || PyObject_RichCompareBool(was, now.ptr(), Py_EQ) != 1) return false;  // Python raises the error
     }
-    const size_t count = op.schema().arguments().size();
+    const size_t count = info.arguments;
     if (!step->wanted) {
       ++next;
       StashMode off;
@@ -309,7 +330,7 @@ struct Follower {
     const int64_t index = next++;
     if (step->kept.is_none()) return run_op(op, stack);
     StashMode off;
-    const at::Tensor out = THPVariable_Unpack(call.attr("frame").attr("tensor")(step->kept).ptr());
+    const at::Tensor out = kept_tensor(*step);
     if (rest) {
       py::gil_scoped_release no_gil;
       at::Tensor into = out.narrow(0, step->rows, rest);
@@ -326,6 +347,13 @@ struct Follower {
     if (step->biased) awaiting.emplace(index, out.detach());
     put(stack, count, out.view(step->shape));
     return true;
+  }
+
+  // As ds_memo.swap.frame's tensor, which has the frames with tensors that the layer changes.
+  at::Tensor kept_tensor(const Step& step) const {
+    PyObject* found = in_frame ? PyDict_GetItem(tensors.ptr(), step.index.ptr()) : nullptr;
+    if (found != nullptr) return THPVariable_Unpack(found).detach();
+    return THPVariable_Unpack(frame.attr("tensor")(step.kept).ptr());
   }
 
   bool supply_saved(const c10::OperatorHandle& op, Stack* stack) {
@@ -382,15 +410,28 @@ struct Follower {
 inline PyObject* describe = nullptr;     // tells what an op is: (name, overload) -> tuple
 inline PyTypeObject* mode_type = nullptr;  // ds_memo.remat.modes.Mode
 
-inline const Op& op_of(const c10::OperatorHandle& handle) {
+// Counts ops that torch has forgotten. Another op may then have the handle of one of them.
+struct Forgotten final : c10::OpRegistrationListener {
+  inline static std::atomic<int64_t> ops = 0;
+  void onOperatorRegistered(const c10::OperatorHandle&) override {}
+  void onOperatorDeregistered(const c10::OperatorHandle&) override { ++ops; }
+};
+
+inline Op op_of(const c10::OperatorHandle& handle) {
   static thread_local std::unordered_map<c10::OperatorHandle, Op> known;
+  static thread_local int64_t forgotten = 0;
+  if (const int64_t now = Forgotten::ops; now != forgotten) {
+    forgotten = now;
+    known.clear();
+  }
   if (auto at = known.find(handle); at != known.end()) return at->second;
   py::gil_scoped_acquire gil;
   StashMode off;
   const auto& name = handle.operator_name();
   const auto told = py::handle(describe)(name.name, name.overload_name).cast<std::tuple<int, bool, bool, bool, bool, bool>>();
   const auto [kind, splits, adds, view, adds_in_place, reads_values] = told;
-  return known.emplace(handle, Op{static_cast<Kind>(kind), splits, adds, view, adds_in_place, reads_values}).first->second;
+  const size_t arguments = handle.schema().arguments().size();
+  return known.emplace(handle, Op{static_cast<Kind>(kind), arguments, splits, adds, view, adds_in_place, reads_values}).first->second;
 }
 
 struct Table final : c10::impl::PyInterpreterVTable {
@@ -413,7 +454,7 @@ struct Table final : c10::impl::PyInterpreterVTable {
     const auto depth = Modes::stack_len();
     if (depth == 0) return nullptr;
     PyObject* mode = Modes::get_stack_at(depth - 1)->ptr(getPyInterpreter());
-    return PyType_IsSubtype(Py_TYPE(mode), mode_type) ? follower_of(mode) : nullptr;
+    return follower_of(mode);
   }
 
   static bool followed(const c10::OperatorHandle& op, Stack* stack) {
@@ -437,6 +478,7 @@ struct Table final : c10::impl::PyInterpreterVTable {
     struct Latest { PyObject* mode = nullptr; Follower* follower = nullptr; int64_t made = -1; };
     static thread_local Latest latest;
     if (latest.mode == mode && latest.made == Follower::made) return latest.follower;
+    if (!PyType_IsSubtype(Py_TYPE(mode), mode_type)) return nullptr;
     py::gil_scoped_acquire gil;
     py::object at = py::reinterpret_steal<py::object>(PyObject_GetAttrString(mode, "at"));
     if (!at) throw py::error_already_set();
@@ -519,8 +561,10 @@ inline void bind_follower(py::module_& m) {
     if (describe != nullptr) return;
     describe = describes.release().ptr();
     mode_type = reinterpret_cast<PyTypeObject*>(type.release().ptr());
+    // Neither is ever deleted: torch's own live as long.
+    new c10::RegistrationHandleRAII(c10::Dispatcher::singleton().addRegistrationListener(std::make_unique<Forgotten>()));
     auto* interpreter = getPyInterpreter();
-    interpreter->vtable_ = new Table(interpreter->vtable_);  // never deleted: torch's own lives as long
+    interpreter->vtable_ = new Table(interpreter->vtable_);
   });
 }
 

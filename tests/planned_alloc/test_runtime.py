@@ -256,11 +256,11 @@ def test_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """tests/test_compiled.py has each fault of a build."""
     monkeypatch.setattr(library, "_loaded", {})
     for name in ("library", "why"):
-        monkeypatch.setattr(follower._Process, name, None)
+        monkeypatch.setattr(follower._Followed, name, None)
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     model = build("plain")
-    with pytest.warns(ds_memo.MemoWarning, match="record and replay run in Python, .* memo_ops_cpu is not available: no C"):
+    with pytest.warns(ds_memo.MemoWarning, match=r"record and replay run in Python, .*\(memo_ops_cpu is not available: no C"):
         want = outcomes(model, BARE, lambda m, _: step(m, BATCH), 1)[0]
     with pytest.warns(ds_memo.MemoWarning, match="not planned: memo_ops_cpu is not available"):
         handle = ds_memo.attach(model, CONFIG)

@@ -13,16 +13,18 @@ import torch
 import torch.nn.functional as F
 from deepspeed.runtime.zero.linear import zero3_linear_wrap
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import ds_memo
 from ds_memo.remat import follower
 from ds_memo.remat.layer import Layer
 from ds_memo.remat.layer_host import Work
 from ds_memo.swap.engine import SwapEngine
+from ds_memo.swap.frame import Frame, Kept
 from tests.everyday import everyday
 from tests.faults import put_in
 from tests.inside import inside
-from tests.models import MODELS, Batch, Block, Outcome, build, gradients, poisoned_memory, step
+from tests.models import MODELS, Batch, Block, Outcome, assert_same, build, gradients, poisoned_memory, step
 from tests.remat.situations import WAYS, Lines, toy
 from tests.remat.test_inside_layers import LAYERS as BLOCKS
 
@@ -32,7 +34,7 @@ pytestmark = [pytest.mark.filterwarnings("ignore::ds_memo.errors.MemoWarning"), 
 @pytest.fixture(scope="module")
 def library() -> Any:
     found = follower.library(lambda _: None)
-    return found or pytest.skip(str(follower._Process.why))
+    return found or pytest.skip(str(follower._Followed.why))
 
 
 @dataclass
@@ -40,8 +42,8 @@ class Log:
     """All that a way of following may change."""
 
     outcomes: list[Outcome] = field(default_factory=list)
-    kept: list[tuple[Any, torch.Tensor, int]] = field(default_factory=list)
-    """Where in its frame, values and version of each tensor that layers gave to the engine."""
+    kept: list[tuple[Kept, torch.Tensor, int]] = field(default_factory=list)
+    """Place, values and version of each tensor in a frame: of resident frames at the end of the layer."""
     recipes_left: int = 0
     work: Work = field(default_factory=Work)
     report: dict[str, Any] = field(default_factory=dict)
@@ -50,16 +52,25 @@ class Log:
 
 
 def ops_in_cpp() -> int:
-    return follower._Process.library.counts()[0]
+    return follower._Followed.library.counts()[0]
 
 
 def logged(model: nn.Module, drive: Callable[[nn.Module, int], Outcome], config: dict[str, Any], steps: int) -> Log:
     """Run steps of an attached copy of a model."""
     log, model = Log(), copy.deepcopy(model)
 
-    def keep(right: Any, engine: SwapEngine, frame: Any, kept: Any, tensor: torch.Tensor) -> None:
+    def note(frame: Frame, index: int) -> None:
+        log.kept.append((frame.layout.kept[index], frame.device[index].clone(), frame.versions[index]))
+
+    def keep(right: Any, engine: SwapEngine, frame: Frame, kept: Kept, tensor: torch.Tensor) -> None:
         right(engine, frame, kept, tensor)
-        log.kept.append((kept, tensor.detach().clone(), frame.versions[kept.index]))
+        if not frame.resident:
+            note(frame, kept.index)
+
+    def end(right: Any, engine: SwapEngine, frame: Frame) -> None:
+        for index in frame.device if frame.resident else ():
+            note(frame, index)
+        right(engine, frame)
 
     def left_recipe(right: Any, layer: Layer) -> None:
         log.recipes_left += 1
@@ -68,6 +79,7 @@ def logged(model: nn.Module, drive: Callable[[nn.Module, int], Outcome], config:
     before = ops_in_cpp()
     with pytest.MonkeyPatch.context() as patch:
         put_in(patch, SwapEngine, "keep", keep)
+        put_in(patch, SwapEngine, "end", end)
         put_in(patch, Layer, "left_recipe", left_recipe)
         handle = ds_memo.attach(model, config)
         for number in range(steps):
@@ -238,3 +250,74 @@ def test_steps(steps: Callable[[nn.Module, int], Outcome], way: str, block: type
 def test_bf16(way: str) -> None:
     model = build("llama", torch.bfloat16)
     compare_ways(model, lambda model, number: step(model, Batch.random(2, 17, torch.bfloat16, seed=number)), WAYS[way])
+
+
+# ---- what C++ must leave to Python, or notice
+
+
+HALF = {"alpha": 0.5, "resident_layers": 0}
+
+
+def test_a_bias_that_depends_on_a_product_left_out() -> None:
+    """In the third step. The replay would add what was never computed to the rows that it computes."""
+
+    class Bends(Lines):
+        def forward(self, x: torch.Tensor, bends: bool) -> torch.Tensor:
+            y = self.a(x)  # nothing saves it
+            bias = y.detach().mean((0, 1)) if bends else self.b.bias
+            z = x.flatten(0, 1) @ self.b.weight.t()
+            z.add_(bias)
+            return x + y + self.c(F.gelu(z)).view_as(x)
+
+    def bend(model: nn.Module, number: int) -> Outcome:
+        return step(model, Batch.random(2, 17, seed=number), bends=number == 2)
+
+    model = toy(Bends, layers=2)
+    log = compare_ways(model, bend, HALF)
+    for number, got in enumerate(log.outcomes):
+        assert_same(got, bend(model, number))
+    assert log.recipes_left == 2
+
+
+def test_an_op_that_is_registered_anew() -> None:
+    """Another op of its name writes to its operand. A notebook does so where a cell runs again."""
+
+    def compare(schema: str, scaled: Callable[[torch.Tensor], Any], kernel: Callable[[torch.Tensor], Any]) -> None:
+        class Scales(Lines):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                y = self.a(x)
+                with torch.no_grad():
+                    z = scaled(y)
+                return x + self.b(F.gelu(self.c(x)) * z)
+
+        library = torch.library.Library("ds_memo_tests_anew", "DEF")
+        library.define(schema)
+        library.impl("scale", kernel, "CompositeExplicitAutograd")
+        model = toy(Scales, layers=2)
+        for number, got in enumerate(compare_ways(model, drive, HALF).outcomes):
+            assert_same(got, drive(model, number))
+        library._destroy()
+
+    def in_place(y: torch.Tensor) -> torch.Tensor:
+        torch.ops.ds_memo_tests_anew.scale(y)
+        return y.clone()
+
+    compare("scale(Tensor x) -> Tensor", lambda y: torch.ops.ds_memo_tests_anew.scale(y), lambda x: x * 2)
+    compare("scale(Tensor(a!) x) -> ()", in_place, lambda x: (x.mul_(2), None)[1])
+
+
+def test_tensors_of_a_subclass() -> None:
+    """They detach what is inside them, in the forward and in a replay."""
+    batch = Batch.random(2, 17)
+
+    def doubled(model: nn.Module, number: int) -> Outcome:
+        x = TwoTensor(batch.embeds.clone(), batch.embeds * 2).requires_grad_()
+        loss = model(x, batch.labels).loss
+        loss.backward()
+        found = {**gradients(model), "x": x.grad}
+        halves = {f"{name}.{half}": getattr(gradient, half) for name, gradient in found.items() for half in ("a", "b")}
+        return Outcome(loss.detach().a, halves)
+
+    model = toy(layers=2)
+    for number, got in enumerate(compare_ways(model, doubled, WAYS["mixed"] | {"alpha": 1.0, "resident_layers": 2}).outcomes):
+        assert_same(got, doubled(model, number))

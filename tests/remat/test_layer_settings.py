@@ -123,7 +123,7 @@ def test_cpp_leaves_the_unusual_to_python(change: str) -> None:
 @pytest.mark.parametrize("way", [pytest.param("C++", marks=IN_CPP), "Python"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_no_change_goes_unnoticed(change: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(follower._Process, "in_python", way == "Python")
+    monkeypatch.setattr(follower._Followed, "in_python", way == "Python")
     layer = Layer()
     state = LayerState("", layer)
     before, right = state.before(), held(layer)

@@ -247,7 +247,7 @@ def compute(monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], list[torch.devi
     monkeypatch.setattr(pinned_segments, "pin", lambda segment: None)
     monkeypatch.setattr("ds_memo.swap.host_pool.node_of", lambda device: None)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream[0])
+    monkeypatch.setattr(HostPool, "_stream", lambda pool: stream[0] if pool.pinned else None)
     monkeypatch.setattr(torch.cuda, "synchronize", waits.append)
     return stream, waits
 

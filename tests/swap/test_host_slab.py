@@ -49,7 +49,7 @@ class System:
         monkeypatch.setattr(segments, "map_pages", self._map)
         monkeypatch.setattr(segments, "pin", self._pin)
         monkeypatch.setattr("ds_memo.swap.host_pool.node_of", lambda device: None)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+        monkeypatch.setattr(HostPool, "_stream", lambda pool: None)
         monkeypatch.setattr(torch.cuda, "synchronize", self._synchronize)
 
     @property
