@@ -99,7 +99,7 @@ class TiledCall:
             arguments.move(self._striped.argument)
         self._inputs = arguments.detach()
         self._places = places_of(tiled.module)
-        """Places of the parameters, in the forward."""
+        """Where the forward finds the parameters."""
         self._all_parameters = [*{id(parameter): parameter for *_, parameter in self._places}.values()]
         self._parameters = by_arrival(self._all_parameters, tiled.shapes.arrivals)
         self._trains = torch.is_grad_enabled() and bool(self._inputs or self._parameters or self._hidden.requires_grad)
