@@ -48,7 +48,8 @@ COLOURS = {
 """By purpose, from the bottom up."""
 _STAGES = {
     "remat/call.py:begin_replay": 1,
-    "remat/recorded.py:_until_stopped": 1,
+    "remat/checkpoint.py:_again": 1,
+    "remat/checkpoint.py:_until_stopped": 1,
     "tiles/layer.py:_pre_again": 1,
     "tiles/layer.py:_post_backward": 1,
     "tiles/attention.py:backward": 2,

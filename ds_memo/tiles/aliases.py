@@ -12,17 +12,29 @@ from torch import nn
 from ds_memo.errors import MemoError
 from ds_memo.remat.undo import Undoing
 
+ParameterPlace = tuple[dict[str, Any], str, nn.Parameter]
+"""A module's table of parameters, a name in it, and the parameter."""
 
-@contextmanager
-def aliased(module: nn.Module, parameters: Sequence[nn.Parameter]) -> Iterator[list[torch.Tensor]]:
-    """Have a module use aliases of some of its parameters inside the block; return them."""
-    aliases: dict[Any, Any] = {parameter: parameter.detach().requires_grad_() for parameter in parameters}
-    places = [
+
+def places_of(module: nn.Module) -> list[ParameterPlace]:
+    """Return the places of a module's parameters, in the order of ``module.parameters()``. Some have the same parameter."""
+    return [
         (inner._parameters, name, parameter)
         for inner in module.modules()
         for name, parameter in inner._parameters.items()
-        if parameter is not None and parameter in aliases
+        if parameter is not None
     ]
+
+
+@contextmanager
+def aliased(every: Sequence[ParameterPlace], parameters: Sequence[nn.Parameter]) -> Iterator[list[torch.Tensor]]:
+    """Have a module use aliases of some of its parameters inside the block; return them.
+
+    Args:
+        every: the places of all its parameters.
+    """
+    aliases: dict[int, Any] = {id(parameter): parameter.detach().requires_grad_() for parameter in parameters}
+    places = [place for place in every if id(place[2]) in aliases]
 
     def put_back() -> None:
         for table, name, parameter in places:
@@ -30,7 +42,7 @@ def aliased(module: nn.Module, parameters: Sequence[nn.Parameter]) -> Iterator[l
 
     with Undoing(put_back):
         for table, name, parameter in places:
-            table[name] = aliases[parameter]
+            table[name] = aliases[id(parameter)]
         yield list(aliases.values())
 
 

@@ -46,7 +46,7 @@ from ds_memo.sequence.striped import Striped, striped
 from ds_memo.spans import Span
 from ds_memo.swap.frame import Frame, Layout
 from ds_memo.swap.pinned_segments import PAGE
-from ds_memo.tiles.aliases import aliased, dropping, refuse_create_graph
+from ds_memo.tiles.aliases import aliased, dropping, places_of, refuse_create_graph
 from ds_memo.tiles.attention import TiledAttention
 from ds_memo.tiles.attention_call import AttentionCall, Gathered
 from ds_memo.tiles.gradient_owner import is_owned
@@ -98,7 +98,10 @@ class TiledCall:
             self._hidden = self._striped.enter(self._hidden)
             arguments.move(self._striped.argument)
         self._inputs = arguments.detach()
-        self._parameters = by_arrival(tiled.module, tiled.shapes.arrivals)
+        self._places = places_of(tiled.module)
+        """Where the forward finds the parameters."""
+        self._all_parameters = [*{id(parameter): parameter for *_, parameter in self._places}.values()]
+        self._parameters = by_arrival(self._all_parameters, tiled.shapes.arrivals)
         self._trains = torch.is_grad_enabled() and bool(self._inputs or self._parameters or self._hidden.requires_grad)
         """False: no backward will come, and nothing is kept."""
         if not self._trains:
@@ -150,9 +153,9 @@ class TiledCall:
         self._place(hidden)
         self._stored = stored_tiles(len(self._spans), self._placement.decided_alpha)
         try:
-            with running_tiles(), self._grads(), dropping(), aliased(self._tiled.module, self._parameters) as self._aliases:
+            with running_tiles(), self._grads(), dropping(), aliased(self._places, self._parameters) as self._aliases:
                 output = self._run_tiles(hidden)
-            self._aliases = ()
+            self._aliases, self._places, self._all_parameters = (), [], []
             if self._trains or torch.is_grad_enabled():
                 self._describe(hidden)
         except BaseException:  # Ctrl-C, too: the host blocks of frames that no graph will hold
@@ -172,7 +175,7 @@ class TiledCall:
     def _find_recipes(self, hidden: torch.Tensor) -> dict[Any, SizeRecipes]:
         """Return the recipes by the tiles' kinds, after analysing kinds that are new."""
         module, found = self._tiled.module, {}
-        trained = tuple(parameter.requires_grad for parameter in module.parameters())
+        trained = tuple(parameter.requires_grad for parameter in self._all_parameters)
         for span in self._spans:
             kind = self._kind(span)
             if kind in found:
@@ -399,7 +402,7 @@ class TiledCall:
             running_tiles(),
             autocast_as(self._autocast),
             self._before.put_in(),
-            aliased(self._tiled.module, self._parameters) as aliases,
+            aliased(places_of(self._tiled.module), self._parameters) as aliases,
         ):
             sums, d_inputs = GradientSums(aliases), self._arguments.new_gradients()
             try:

@@ -12,7 +12,7 @@ from ds_memo.remat.autocast import autocast_as, autocast_now
 from ds_memo.remat.layer_state import unchanged
 from ds_memo.remat.undo import Undoing, stacks_restored
 from ds_memo.spans import spans
-from ds_memo.tiles.aliases import aliased, dropping, refuse_create_graph
+from ds_memo.tiles.aliases import aliased, dropping, places_of, refuse_create_graph
 from ds_memo.tiles.check import compare
 from ds_memo.tiles.gradient_owner import is_owned
 from ds_memo.tiles.slices import fill, new_whole, parts
@@ -91,7 +91,8 @@ class _TiledNorm(torch.autograd.Function):
         x, *trained = ctx.saved_tensors
         module, forward, tiles, autocast = ctx.how
         d_x = torch.empty_like(x, memory_format=torch.contiguous_format) if d_x is None or d_x.dtype != x.dtype else d_x
-        with stacks_restored(), autocast_as(autocast), aliased(module, trained) as aliases, Undoing(torch.clear_autocast_cache):
+        using_aliases = aliased(places_of(module), trained)
+        with stacks_restored(), autocast_as(autocast), using_aliases as aliases, Undoing(torch.clear_autocast_cache):
             sums = GradientSums(aliases)
             for x_tile, d_tile, of_tile in zip(*(parts(whole, tiles, 1) for whole in (x, d_x, gradient)), strict=True):
                 tile = x_tile.detach().requires_grad_()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,12 +109,12 @@ def one_tensor(who: str, result: Any, dim: int) -> Returned:
     return Returned(spec, rest, tensors[0], dim, tuple(leaves[tensors[0]].shape))
 
 
-def by_arrival(module: nn.Module, arrivals: Sequence[int]) -> list[nn.Parameter]:
-    """Return a layer's parameters that are trained, the last to get its gradient first."""
+def by_arrival(parameters: Iterable[nn.Parameter], arrivals: Sequence[int]) -> list[nn.Parameter]:
+    """Return those of a layer's parameters that are trained, the last to get its gradient first."""
     turns = {index: turn for turn, index in enumerate(arrivals)}
-    found = trained_parameters(module)
+    found = trained_of(parameters)
     return [found[index] for index in sorted(found, key=lambda index: -turns.get(index, len(turns)))]
 
 
-def trained_parameters(module: nn.Module) -> dict[int, nn.Parameter]:
-    return {index: parameter for index, parameter in enumerate(module.parameters()) if parameter.requires_grad}
+def trained_of(parameters: Iterable[nn.Parameter]) -> dict[int, nn.Parameter]:
+    return {index: parameter for index, parameter in enumerate(parameters) if parameter.requires_grad}

@@ -31,7 +31,7 @@ from ds_memo.sequence.mixers import WHOLE, fitting
 from ds_memo.sequence.parts import parts_of, running_on
 from ds_memo.sequence.striped import Striped
 from ds_memo.spans import Span
-from ds_memo.tiles.aliases import aliased
+from ds_memo.tiles.aliases import aliased, places_of
 from ds_memo.tiles.attention_call import AttentionCall, CannotTile, Gathered, NoAttention, run_to_attention, run_with_attention
 from ds_memo.tiles.check.choices import Choices
 from ds_memo.tiles.check.compare import compare, refuse_others, tolerance_of
@@ -46,7 +46,7 @@ from ds_memo.tiles.check.refuse import (
 )
 from ds_memo.tiles.check.token_dims import token_dims
 from ds_memo.tiles.graph import refuse_other_gradients
-from ds_memo.tiles.probe_result import AttentionShapes, Returned, Shapes, one_tensor, trained_parameters
+from ds_memo.tiles.probe_result import AttentionShapes, Returned, Shapes, one_tensor, trained_of
 from ds_memo.tiles.slices import Arguments, part
 
 LEAST_TOKENS = 5
@@ -112,7 +112,7 @@ def _probe(module: nn.Module, forward: Callable[..., Any], arguments: Arguments,
     own = Arguments(own_args, own_kwargs, like=arguments)
     cuts = [0, tokens, 2 * tokens, length]
     spans = [Span(slice(row, row + 1), slice(*ends)) for row in range(rows) for ends in itertools.pairwise(cuts)]
-    trained = trained_parameters(module)
+    trained = trained_of(module.parameters())
     arrived: list[int] = []
     run_one = functools.partial(_with_stand_in if attends else _as_it_is, saying_why(forward))
     run = functools.partial(run_one, own_args, own_kwargs)
@@ -120,7 +120,13 @@ def _probe(module: nn.Module, forward: Callable[..., Any], arguments: Arguments,
     parts = parts_of(module) if mixes else None
     striped = None if parts is None else Striped(fitting(parts, length, type(module).__name__), tokens, rows)
     ordered = running_on(module, striped)
-    with ordered, forked(x.device), unchanged(module), aliased(module, [*trained.values()]) as parameters, torch.enable_grad():
+    with (
+        ordered,
+        forked(x.device),
+        unchanged(module),
+        aliased(places_of(module), [*trained.values()]) as parameters,
+        torch.enable_grad(),
+    ):
         leaves = [x, *own.differentiable(), *parameters]
         before = own_states(x.device)
         with Watch() as watch:
