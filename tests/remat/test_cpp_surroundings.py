@@ -25,7 +25,7 @@ from ds_memo.remat import checkpoint, follower
 from tests.faults import put_in
 from tests.models import Batch, Outcome, assert_same, gradients, step
 from tests.processes import python
-from tests.remat.situations import Lines, toy
+from tests.remat.situations import WAYS, Lines, toy
 from tests.remat.test_in_cpp import compare_ways, library, ops_in_cpp  # noqa: F401  a fixture
 
 pytestmark = [pytest.mark.filterwarnings("ignore::ds_memo.errors.MemoWarning"), pytest.mark.usefixtures("library")]
@@ -122,9 +122,10 @@ STEPS = {
 }
 
 
+@pytest.mark.parametrize("way", ["mixed", "tiles"])
 @pytest.mark.parametrize("name", STEPS)
-def test_around(name: str) -> None:
-    compare_ways(toy(layers=2), STEPS[name], HALF)
+def test_around(name: str, way: str) -> None:
+    compare_ways(toy(layers=2), STEPS[name], HALF if way == "mixed" else WAYS[way])
 
 
 BY_TORCH = {"a default device": lambda: torch.device("cpu"), "a mode of torch functions": Calls}
