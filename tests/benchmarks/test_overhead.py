@@ -62,7 +62,7 @@ def test_a_variant_that_was_not_trained_as_it_says_is_refused() -> None:
 def test_the_way_that_record_and_replay_went_is_counted() -> None:
     model, resident = overhead.build("llama"), VARIANTS["resident"]
     _, way = overhead.turn(model, resident, CPU)
-    assert way["way"] == "C++" and way["ops_in_cpp"] > 10 * way["ops_in_python"] > 0
+    assert way["way"] == "C++" and way["ops_in_cpp"] > 10 and way["ops_in_cpp"] > 10 * way["ops_in_python"]
     _, way = overhead.turn(model, replace(resident, in_python=True), CPU)
     assert way["way"] == "Python" and "ops_in_cpp" not in way
 

@@ -94,7 +94,7 @@ def test_cpus_that_the_container_lacks_change_nothing():
 @needs_two_cpus
 def test_blocks_are_pinned_from_there(monkeypatch):
     where = []
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(HostPool, "_stream", lambda host: None)
     monkeypatch.setattr(segments, "pin", lambda block: where.append(os.sched_getaffinity(0)))
     for node in (Node(1, frozenset({CPUS[-1]})), None):
         monkeypatch.setattr(pool, "node_of", lambda device, node=node: node)
