@@ -1,4 +1,5 @@
-// The saved-tensor hooks of torch.utils.checkpoint (not reentrant, with early stop) in C++, by the rules at the top of torch's file:
+// The saved-tensor hooks of torch.utils.checkpoint (not reentrant, with early stop) in C++, by the rules at the top of torch's
+// file:
 //
 //   forward     each tensor that autograd saves becomes a Holder, which has a number and no tensor
 //   backward    the first holder that is unpacked has the layer run again, up to its last saved tensor. What autograd saves then
@@ -157,11 +158,13 @@ inline void compare(const Checkpoint& call, const Rerun& run) {
   for (size_t i = 0; differs.empty() && i < call.saved.size(); ++i) {
     const Saved& was = call.saved[i];
     const at::Tensor& now = run.tensors[i];
-    if (!now.defined() || (now.sizes() == c10::IntArrayRef(was.sizes) && now.scalar_type() == was.dtype && now.device() == was.device))
+    if (!now.defined() ||
+        (now.sizes() == c10::IntArrayRef(was.sizes) && now.scalar_type() == was.dtype && now.device() == was.device))
       continue;
     differs = c10::str(
-        "Recomputed values for the following tensors have different metadata than during the forward pass.\ntensor at position ", i,
-        ":\nsaved metadata: ", c10::IntArrayRef(was.sizes), ", ", was.dtype, ", ", was.device, "\nrecomputed metadata: ", now.sizes(),
+        "Recomputed values for the following tensors have different metadata than during the forward pass.\ntensor at position ",
+        i, ":\nsaved metadata: ", c10::IntArrayRef(was.sizes), ", ", was.dtype, ", ", was.device,
+        "\nrecomputed metadata: ", now.sizes(),
         ", ", now.scalar_type(), ", ", now.device());
   }
   if (differs.empty()) return;
@@ -216,7 +219,8 @@ inline PyObject* unpack(PyObject*, PyObject* argument) {
   if (!tensor.defined()) {
     PyErr_SetString(
         checkpoint_error,
-        "torch.utils.checkpoint: Unpack is being triggered for a tensor that was either never recomputed, or already unpacked once. "
+        "torch.utils.checkpoint: Unpack is being triggered for a tensor that was either never recomputed, or already unpacked "
+        "once. "
         "If you are calling ctx.saved_tensors in backward, make sure to do so only once.");
     return nullptr;
   }
@@ -239,7 +243,9 @@ struct RandomStates {
   void set() const {
     for (const auto& [generator, state] : states) {
       const at::Tensor now = Follower::state_of(generator);
-      if (now.nbytes() == state.nbytes() && std::memcmp(now.const_data_ptr(), state.const_data_ptr(), now.nbytes()) == 0) continue;
+      const bool is_same =
+          now.nbytes() == state.nbytes() && std::memcmp(now.const_data_ptr(), state.const_data_ptr(), now.nbytes()) == 0;
+      if (is_same) continue;
       at::Generator drawn = generator;
       const std::lock_guard<std::mutex> lock(drawn.mutex());
       drawn.set_state(state);
@@ -247,10 +253,11 @@ struct RandomStates {
   }
 };
 
-// Calls fn(*args) with a mode and saved-tensor hooks on, and generators in given states. Afterwards this thread has the stacks and
-// the generators the states that they had, whatever fn did: Ctrl-C may have come between two of its own steps.
+// Calls fn(*args) with a mode and saved-tensor hooks on, and generators in given states. Afterwards this thread has the stacks
+// and the generators the states that they had, whatever fn did: Ctrl-C may have come between two of its own steps.
 inline py::object under(
-    py::object mode, py::object pack, py::object unpack, const py::object& fn, const py::tuple& args, const RandomStates* states) {
+    py::object mode, py::object pack, py::object unpack, const py::object& fn, const py::tuple& args,
+    const RandomStates* states) {
   using Modes = c10::impl::TorchDispatchModeTLS;
   using Hooks = at::SavedTensorDefaultHooks;
   struct Before {
@@ -279,10 +286,12 @@ inline py::object under(
   Hooks::lazy_initialize();
   auto* interpreter = getPyInterpreter();
   Hooks::push_hooks({pack.release().ptr(), interpreter}, {unpack.release().ptr(), interpreter});
-  // torch would note the dispatch keys at the entry of each op, at the price of boxing its arguments once more. They are the same.
+  // torch would note the dispatch keys at the entry of each op, at the price of boxing its arguments once more. They are the
+  // same.
   at::impl::MaybeSetTLSOnEntryGuard entry;
   c10::impl::ExcludeDispatchKeyGuard no_snapshot(c10::DispatchKey::PythonTLSSnapshot);
-  Modes::push_non_infra_mode_onto_stack(std::make_shared<c10::impl::PyObject_TorchDispatchMode>(mode.release().ptr(), interpreter));
+  Modes::push_non_infra_mode_onto_stack(
+      std::make_shared<c10::impl::PyObject_TorchDispatchMode>(mode.release().ptr(), interpreter));
   return fn(*args);
 }
 
@@ -295,7 +304,9 @@ inline void bind_checkpoint(py::module_& m) {
   Object<Checkpoint>::define("ds_memo.Checkpoint");
   Object<Rerun>::define("ds_memo.Rerun");
   Object<Holder>::define("ds_memo.Holder");
-  m.def("checkpoint", [](py::object rerun, py::object follower) { return Object<Checkpoint>::make({std::move(rerun), std::move(follower)}); });
+  m.def("checkpoint", [](py::object rerun, py::object follower) {
+    return Object<Checkpoint>::make({std::move(rerun), std::move(follower)});
+  });
   m.def("pack", [](py::object checkpoint) { return hook(pack_def, checkpoint.ptr()); });
   m.def("save_inputs", [](const py::tuple& args, py::object pack, py::object unpack) {
     at::SavedTensorDefaultHooks::lazy_initialize();
@@ -312,7 +323,9 @@ inline void bind_checkpoint(py::module_& m) {
     return inputs;
   });
   m.def("recorded", [](py::object checkpoint) { of<Checkpoint>(checkpoint.ptr()).follower = py::none(); });
-  m.def("noting", [](const py::object& mode, const py::object& pack) { return hook(note_and_pack_def, py::make_tuple(mode, pack).ptr()); });
+  m.def("noting", [](const py::object& mode, const py::object& pack) {
+    return hook(note_and_pack_def, py::make_tuple(mode, pack).ptr());
+  });
   py::class_<RandomStates>(m, "RandomStates", py::module_local()).def(py::init([](py::handle device) {
     return new RandomStates(reinterpret_cast<THPDevice*>(device.ptr())->device);
   }));

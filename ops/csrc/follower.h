@@ -133,7 +133,8 @@ inline c10::IValue from_python(py::handle value, const c10::Type& type) {
   return value.cast<int64_t>();
 }
 
-// Follows one run of a layer, or of a part of it, in one thread. Python objects are touched with the GIL held; plain ops need none.
+// Follows one run of a layer, or of a part of it, in one thread. Python objects are touched with the GIL held; plain ops need
+// none.
 // Its mode alone keeps it.
 struct Follower {
   std::shared_ptr<Program> program;
@@ -431,7 +432,8 @@ inline Op op_of(const c10::OperatorHandle& handle) {
   const auto told = py::handle(describe)(name.name, name.overload_name).cast<std::tuple<int, bool, bool, bool, bool, bool>>();
   const auto [kind, splits, adds, view, adds_in_place, reads_values] = told;
   const size_t arguments = handle.schema().arguments().size();
-  return known.emplace(handle, Op{static_cast<Kind>(kind), arguments, splits, adds, view, adds_in_place, reads_values}).first->second;
+  const Op op{static_cast<Kind>(kind), arguments, splits, adds, view, adds_in_place, reads_values};
+  return known.emplace(handle, op).first->second;
 }
 
 struct Table final : c10::impl::PyInterpreterVTable {
@@ -445,7 +447,8 @@ struct Table final : c10::impl::PyInterpreterVTable {
 
   // A null result has torch copy the tensor itself.
   c10::intrusive_ptr<Self> detach(const Self* tensor) const override {
-    return tensor->key_set().has(c10::DispatchKey::Python) || top() == nullptr ? torchs->detach(tensor) : c10::intrusive_ptr<Self>();
+    const bool torchs_own = tensor->key_set().has(c10::DispatchKey::Python) || top() == nullptr;
+    return torchs_own ? torchs->detach(tensor) : c10::intrusive_ptr<Self>();
   }
 
   // The follower of the mode on top, if C++ follows there.

@@ -1,5 +1,5 @@
-// A layer's settings, noted and compared twice per call: LayerState.note and is_same of ds_memo/remat/layer_state.py, which say what
-// is in the list. Python does both where something is not as usual.
+// A layer's settings, noted and compared twice per call: LayerState.note and is_same of ds_memo/remat/layer_state.py, which say
+// what is in the list. Python does both where something is not as usual.
 #pragma once
 
 #include <pybind11/pybind11.h>

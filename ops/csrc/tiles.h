@@ -1,5 +1,5 @@
-// What tiles do often (ds_memo/tiles): they walk autograd's graph of each tile, several times, which takes Python 15 times as long;
-// and they run their layer's forward under a mode.
+// What tiles do often (ds_memo/tiles): they walk autograd's graph of each tile, several times, which takes Python 15 times as
+// long; and they run their layer's forward under a mode.
 #pragma once
 
 #include <ATen/core/PythonFallbackKernel.h>
@@ -86,9 +86,10 @@ inline const Role& role_of(const Node& node, const py::dict& products, const py:
   return at->second;
 }
 
-// By index of a parameter that is a matrix, its uses: a product whose right operand it is, with true if it is transposed there, or
-// None for any other.
-inline py::dict weight_uses(const py::list& outputs, const py::list& parameters, const py::dict& products, const py::dict& through) {
+// By index of a parameter that is a matrix, its uses: a product whose right operand it is, with true if it is transposed there,
+// or None for any other.
+inline py::dict weight_uses(
+    const py::list& outputs, const py::list& parameters, const py::dict& products, const py::dict& through) {
   std::unordered_map<const at::TensorImpl*, size_t> indices;
   for (size_t index = 0; index < parameters.size(); ++index)
     if (const at::Tensor& parameter = tensor_of(parameters[index]); parameter.dim() == 2)
@@ -120,8 +121,8 @@ inline py::dict weight_uses(const py::list& outputs, const py::list& parameters,
   return result;
 }
 
-// Calls fn(*args, **kwargs) under a mode. As in checkpoint.h, torch does not note the dispatch keys at the entry of each op. It is
-// no function of pybind11's, which would take 10 us for the exception that ends a run at attention.
+// Calls fn(*args, **kwargs) under a mode. As in checkpoint.h, torch does not note the dispatch keys at the entry of each op. It
+// is no function of pybind11's, which would take 10 us for the exception that ends a run at attention.
 inline PyObject* noted_once(PyObject*, PyObject* arguments) {
   PyObject *fn, *args, *kwargs;
   if (!PyArg_ParseTuple(arguments, "OO!O!", &fn, &PyTuple_Type, &args, &PyDict_Type, &kwargs)) return nullptr;
