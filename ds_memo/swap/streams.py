@@ -119,8 +119,8 @@ class ThreadStreams:
     def copy(self, stream: str, dst: torch.Tensor, src: torch.Tensor, nbytes: int, dst_at: int = 0, src_at: int = 0) -> None:
         if not self._stop.alive:
             raise MemoError(f"a copy was issued {_CLOSED}")
-        # A tensor may have no memory (a wrapper, a fake). Here the error is the caller's alone. Had the copy failed on its thread,
-        # every later wait would raise, also that of another model which shares the host memory.
+        # A tensor may have no memory (a wrapper, a fake). Here the error is the caller's alone. Had the copy failed on its
+        # thread, every later wait would raise, also that of another model which shares the host memory.
         to, whence = dst.data_ptr(), src.data_ptr()
         if not (to and whence):
             raise MemoError(f"a copy between {dst.device} and {src.device}, where a tensor has no memory")
