@@ -234,7 +234,7 @@ def attach_engine(engine: deepspeed.DeepSpeedEngine, config: MemoConfig) -> Sess
     session = attach_model(engine.module, config, config.layers, engine.device, ties)
     hook_engine(engine, session)
     session.patches.undo_with(whole.undo)
-    if config.tile_tokens:
+    if config.tile_tokens or config.groups_inputs:
         whole.gather(session.modules())
     heads = (head.module() for head in session.heads)
     whole.gather([head for head in heads if head is not None and any(head.children())])  # LoRA's: tiles call what is inside
@@ -276,7 +276,7 @@ def _prepared(asked: dict[str, Any], config: MemoConfig, section: dict[str, Any]
         "its attention": getattr(getattr(model, "config", None), "_attn_implementation", None),
         "the version of ds_memo": ds_memo.__version__,
     }
-    if config.tile_tokens:
+    if config.tile_tokens or config.groups_inputs:
         mark_around_leaf_modules([layer for _, layer in layers])
     undo.enter_context(kernels.use_kernels(model, config, torch.device(get_accelerator().current_device_name())))
     if config.kernels.adam:

@@ -41,8 +41,12 @@ class Policy(Protocol):
             MemoError: no alpha fits, or the one that is configured does not.
         """
 
-    def has_room(self, nbytes: int) -> bool:
-        """Return True if the host has room for `nbytes` of one layer call."""
+    def has_room(self, nbytes: int, planned: bool = True) -> bool:
+        """Return True if the host has room for `nbytes` of one layer call.
+
+        Args:
+            planned: False: the call takes more than it was solved for.
+        """
 
 
 class Way(Enum):
@@ -134,6 +138,7 @@ class LayerHost:
         way: Way,
         host_bytes: Callable[[Placement], int],
         sizes: tuple[int, int] | None = None,
+        planned: bool = True,
     ) -> Placement:
         """Return the placement that a call gets: alpha is decided, and the host has room for it.
 
@@ -141,6 +146,7 @@ class LayerHost:
             placement: by the policy. If nothing goes to the host, it stays.
             host_bytes: returns what a call with alpha decided takes.
             sizes: as the policy's `decide_alpha` takes them, if they are new; None: the recipe was made, and alpha is in it.
+            planned: False: the call takes more than the policy expects.
 
         Raises:
             MemoError: no alpha fits, or the one that is configured does not.
@@ -149,7 +155,7 @@ class LayerHost:
             return placement
         if sizes is not None:
             placement = self.policy.decide_alpha(layer, placement, *sizes)
-        if self.policy.has_room(host_bytes(placement)):
+        if self.policy.has_room(host_bytes(placement), planned):
             return placement
         kind = WITHOUT_ROOM[way].later if sizes is None else WITHOUT_ROOM[way].first
         if kind is PlacementKind.GEMMS_RECOMPUTED and placement.kind.recomputes_attention:

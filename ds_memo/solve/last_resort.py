@@ -95,7 +95,7 @@ def _split(run: RunCosts, residents: int, keeping: int, without_gemms: int, swap
         others.sort(key=lambda index: (worth[run.layers[index]], (kinds[index] >= FIRST_ON_DEVICE) == swapped_first))
     for index in others[:again]:
         kinds[index] = _AGAIN[kinds[index]]
-    return kinds
+    return run.without_inputs(kinds)
 
 
 def _seconds_per_byte(layer: LayerCosts) -> float:

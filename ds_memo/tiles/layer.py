@@ -10,7 +10,7 @@ each tile gets what the one before left (its carry), and the gradient of that go
 
 Attention has a frame with its log-sum-exp. Each tile has one with its hidden states, its carry, its part of attention's output,
 and what routers chose; a stored tile's has all GEMM outputs, too. With attention, the backward asks for the tiles', attention's,
-and the tiles' once more.
+and the tiles' once more. Hidden states that the forward did not store are computed before (ds_memo.tiles.groups).
 
 Parameters are arguments of the function, and tiles see aliases of them: hooks of a parameter see one gradient per backward.
 
@@ -21,16 +21,17 @@ are one stretch (ds_memo.sequence.striped). Hidden states and other arguments of
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ds_memo.errors import MemoError
-from ds_memo.placement import FULL_RECOMPUTE, Placement
+from ds_memo.placement import FULL_RECOMPUTE, Placement, PlacementKind
 from ds_memo.remat.autocast import autocast_as, autocast_now
 from ds_memo.remat.call import Call
+from ds_memo.remat.gathered_params import gathered
 from ds_memo.remat.inputs import DeviceInput
 from ds_memo.remat.layer_call import CannotTile
 from ds_memo.remat.layer_host import LayerHost, Way
@@ -51,6 +52,7 @@ from ds_memo.tiles.attention import TiledAttention
 from ds_memo.tiles.attention_call import AttentionCall, Gathered
 from ds_memo.tiles.gradient_owner import is_owned
 from ds_memo.tiles.graph import refuse_other_gradients
+from ds_memo.tiles.groups import Grouping, compute_inputs
 from ds_memo.tiles.modes import LeftRecipe, RecordPost, RecordPre, ReplayPost
 from ds_memo.tiles.probe_result import by_arrival
 from ds_memo.tiles.recipes import SizeRecipes, TiledLayer
@@ -69,6 +71,7 @@ class TiledCall:
         spans: its tiles.
         placement: has tiles; its alpha is the share of them that are stored.
         before: the layer's state before the call.
+        grouping: knows the call of the layer below.
     """
 
     def __init__(
@@ -80,15 +83,17 @@ class TiledCall:
         placement: Placement,
         host: LayerHost,
         before: Before,
+        grouping: Grouping,
     ) -> None:
         self._before = before
+        self._grouping = grouping
         self._tiled = tiled
         self._shapes = tiled.shapes
         self._spans = spans
         self._host = host
         self._engine = host.engine
         self._arguments = arguments
-        self._hidden = arguments.take_hidden()
+        hidden = self._hidden = arguments.take_hidden()
         parts = parts_of(tiled.module) if tiled.shapes.mixes else None
         self._striped: Striped | None = None
         """The tokens of the ranks' tiles; None: this rank has whole sequences, or the layer does not mix tokens."""
@@ -106,6 +111,15 @@ class TiledCall:
         """False: no backward will come, and nothing is kept."""
         if not self._trains:
             placement, self._parameters = replace(FULL_RECOMPUTE, tiles=placement.tiles), []
+        self.below: TiledCall | None = None
+        """The call of which the backward computes the hidden states; None: they are stored."""
+        self._why_stored = ""
+        """Why they are, though the placement has it otherwise."""
+        if placement.kind is PlacementKind.SWAPPED_WITHOUT_INPUT:
+            self.below, self._why_stored = grouping.below(hidden, spans, self._striped is not None)
+            if self.below is None:
+                placement = replace(placement, kind=PlacementKind.SWAPPED)
+        del hidden
         self._placement = placement
         self._recomputes = placement.kind.recomputes_attention
         self._device_inputs = [DeviceInput(tiled.layer.name, tensor) for tensor in arguments.tensors]
@@ -145,7 +159,10 @@ class TiledCall:
                 self._engine.abort(self._engine.begin(self._tiled.layer.name, self._placement))
             output = self.forward(hidden)
         del hidden  # before the output moves back
-        return self._shapes.output.of(output if self._striped is None else self._striped.leave(output))
+        output = output if self._striped is None else self._striped.leave(output)
+        if self._trains:
+            self._grouping.returned(self, output, self._spans, self._striped is not None)
+        return self._shapes.output.of(output)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the layer's output (b, s, h)."""
@@ -181,13 +198,13 @@ class TiledCall:
             if kind in found:
                 continue
             modes = self._trains, torch.is_inference_mode_enabled(), module.training, self._autocast
-            key = kind, hidden.dtype, trained, modes
+            key = kind, hidden.dtype, trained, modes, self.below is None
             recipes = self._tiled.recipes.get(key)
             if recipes is None:
                 with self._host.isolated(), self._grads():
                     self._host.work.analysed += 1
                     call = Call(self._host, None)
-                    recipes = self._runs.analyse(module, call, hidden, self._spans[0], span)
+                    recipes = self._runs.analyse(module, call, hidden, self._spans[0], span, self.below is None)
                 remember(self._tiled.recipes, key, recipes)
             found[kind] = recipes
         return found
@@ -220,9 +237,15 @@ class TiledCall:
             asked = replace(asked, alpha=self._tiled.alphas[key])
         else:
             sizes = sum(recomputed) + of_attention, sum(stored) - sum(recomputed)
-        self._placement = self._host.admit(self._tiled.layer, asked, Way.TILED, host_bytes, sizes)
+        planned = not self._why_stored
+        self._placement = self._host.admit(self._tiled.layer, asked, Way.TILED, host_bytes, sizes, planned)
         if self._placement.kind is asked.kind:
             remember(self._tiled.alphas, key, self._placement.decided_alpha)
+        if not planned:
+            self._host.warn_of(self._tiled.layer, f"it stores its input, which was to be computed again: {self._why_stored}.")
+        if self._placement.kind.on_device and self.below is not None:
+            self.below = None
+            self._recipes = self._find_recipes(hidden)
 
     def _bytes_of_attention(self, hidden: torch.Tensor) -> int:
         """Return about how many bytes attention's frame keeps: a log-sum-exp in float32 for each head, and maybe the output."""
@@ -288,7 +311,7 @@ class TiledCall:
         if frame is not None:
             frame.ahead = True
             self._engine.adopt(frame, recipe.layout)
-            for kept, tensor in zip(recipe.inputs, [x, *carry], strict=False):
+            for kept, tensor in list(zip(recipe.inputs, [x, *carry], strict=False))[self.below is not None :]:
                 self._engine.keep(frame, kept, tensor)
             self._host.work.gemm_flops += recipe.gemm_flops
         if packed:
@@ -395,6 +418,20 @@ class TiledCall:
         for given in self._device_inputs:
             given.check()
         self._host.replay_begins(self._tiled.layer)
+        compute_inputs(self)
+        with Undoing(self._drop_input), self._as_in_forward() as aliases:
+            sums, d_inputs = GradientSums(aliases), self._arguments.new_gradients()
+            try:
+                d_hidden = self._backward_tiles(sums, gradient, may_overwrite, d_inputs)
+            except CannotTile as reason:
+                raise MemoError(
+                    f"layer {self._tiled.layer.name} ran in tiles, and its backward cannot: {reason}. Set memo.tile_tokens to 0"
+                ) from reason
+            return [d_hidden, *d_inputs, *sums.take()]
+
+    @contextmanager
+    def _as_in_forward(self) -> Iterator[Sequence[torch.Tensor]]:
+        """Run tiles inside the block in the state of the forward. Yield aliases of the parameters. Its end closes the frames."""
         with (
             stacks_restored(),
             Undoing(self._close_frames),
@@ -404,14 +441,7 @@ class TiledCall:
             self._before.put_in(),
             aliased(places_of(self._tiled.module), self._parameters) as aliases,
         ):
-            sums, d_inputs = GradientSums(aliases), self._arguments.new_gradients()
-            try:
-                d_hidden = self._backward_tiles(sums, gradient, may_overwrite, d_inputs)
-            except CannotTile as reason:
-                raise MemoError(
-                    f"layer {self._tiled.layer.name} ran in tiles, and its backward cannot: {reason}. Set memo.tile_tokens to 0"
-                ) from reason
-            return [d_hidden, *d_inputs, *sums.take()]
+            yield aliases
 
     def _close_frames(self) -> None:
         for tile in self._tiles:
@@ -512,6 +542,52 @@ class TiledCall:
             fill(d_hiddens[tile.number], d_x)
             self._arguments.add(d_inputs, tile.span, d_others)
             del own, d_own, d_x, d_others  # before the next tile is reloaded and runs again
+
+    # ---- the layer above, if it has not stored its input
+
+    @property
+    def has_input(self) -> bool:
+        """True if the tiles' hidden states can be read: they were stored, in the forward or since."""
+        return self.below is None or all(tile.call.frame.late for tile in self._tiles)
+
+    @property
+    def why_no_outputs_again(self) -> str:
+        """Why the backward must not compute what this call has returned; "": it may."""
+        if not self._trains:
+            return "the layer below keeps nothing"
+        return "the layer below recomputes attention" if self._recomputes else ""
+
+    def run_posts_again(self, into: TiledCall) -> None:
+        """Compute what this call has returned once more, and store it as the hidden states of the call above."""
+        attention, result = self._attention, None
+        with self._as_in_forward(), gathered(self._tiled.module):
+            if attention is not None and not self._keeps_result:
+                leaves = self._new_gathered()
+                self._pre_again(leaves)
+                result = attention.result(leaves, then=self._last_frame)
+                del leaves
+            results = self._parts_of_result(result)
+            for tile in reversed(self._tiles):
+                below = self._tiles[tile.number - 1 if tile.number else 0].call.frame
+                self._engine.bring_back(tile.call.frame, then=below, again=True)
+                own = None
+                if attention is not None:
+                    kept = tile.call.frame.tensor(tile.recipe.inputs[-1]) if results is None else results[tile.number]
+                    own = kept.detach().requires_grad_()
+                mode, x, carry = Replay(tile.call, tile.recipe.post_again), tile.hidden(), self._carry(tile)
+                with torch.enable_grad(), dropping():
+                    ran = self._runs.run(tile.span, x, carry, mode, lambda reached, own=own: own, tile.seed)
+                into.take_hidden(tile.number, ran.end)
+        self._engine.let_go_late_but(0)
+
+    def take_hidden(self, number: int, hidden: torch.Tensor) -> None:
+        """Store a tile's hidden states, which the backward has computed."""
+        tile = self._tiles[number]
+        self._engine.keep_late(tile.call.frame, tile.recipe.inputs[0], hidden)
+
+    def _drop_input(self) -> None:
+        for tile in self._tiles:
+            self._engine.drop_late(tile.call.frame)
 
     def _result_again(self, tile: Tile, own: torch.Tensor) -> torch.Tensor:
         """Return a tile's part of attention's result as a leaf. If the tile's frame keeps it, fill `own` with it."""

@@ -18,7 +18,7 @@ from ds_memo.tiles.weight_gradients import see_products_of_zero3
 
 SizeRecipes = dict[tuple[bool, bool], Recipe]
 """Recipes of tiles of one size, by two questions: do they keep attention's result, and are they stored? Every tile keeps its
-hidden states and what routers chose, a stored one all GEMM outputs, too."""
+hidden states, unless its layer computes them again, and what routers chose, a stored one all GEMM outputs, too."""
 
 
 @dataclass(frozen=True)

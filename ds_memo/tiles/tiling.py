@@ -33,6 +33,7 @@ from ds_memo.sequence.parts import PARTS
 from ds_memo.spans import number_of_spans, spans
 from ds_memo.tiles.check.probe import LEAST_TOKENS, probe
 from ds_memo.tiles.check.refuse import refuse_call
+from ds_memo.tiles.groups import Grouping
 from ds_memo.tiles.layer import TiledCall
 from ds_memo.tiles.recipes import TiledLayer
 from ds_memo.tiles.slices import Arguments, hidden_states, is_dense
@@ -54,6 +55,7 @@ class Tiling:
         self._refusals: dict[str, str] = {}
         """By the layer's name, why its latest call could not run in tiles."""
         self._caught = ExitStack()
+        self._grouping = Grouping()
 
     def close(self) -> None:
         """Put back what was caught in the model and in Transformers."""
@@ -95,7 +97,7 @@ class Tiling:
             return ""
         if not verdicts.are_as_long(hidden):
             return self._refuse(host, layer, "its ranks trade tokens for experts, and have other lengths")
-        if _is_one_tile(hidden, tiles.tokens):
+        if tiles.input_every == 1 and _is_one_tile(hidden, tiles.tokens):
             return ""
         signature: Any
         why, arguments = "", None
@@ -136,7 +138,7 @@ class Tiling:
 
         def in_tiles(arguments: Arguments) -> Any:
             cut = spans(*arguments.size, tokens)
-            return TiledCall(tiled, own.forward, arguments, cut, placement, host, before).run()
+            return TiledCall(tiled, own.forward, arguments, cut, placement, host, before, self._grouping).run()
 
         states = own_states(host.engine.device) if call.grads else []
         try:

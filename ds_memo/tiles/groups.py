@@ -1,0 +1,88 @@
+"""Groups of layers of which the first alone stores its input. The others' follow from it, layer by layer.
+
+A swapped layer stores its input x and attention's output o. But the input of the layer above is
+
+    x(i+1) = post(x(i), o(i))     output projection, residual, norm, MLP or experts; of a layer without attention, all of it
+
+token by token, without attention. As the backward comes to the last layer of a group, the posts of the layers below run once more,
+the lowest first. Each result is stored on the host, a tile at a time, as the forward would have stored it, and is there until the
+backward of its layer is over. So each post runs once, ZeRO-3 gathers each layer once more, and what follows is the backward of any
+layer in tiles. Layers above a group have freed more host memory by then than its inputs take (ds_memo.solve.groups).
+
+A layer is in a group with the one below if its input is what that has returned, and nothing has changed it since. One that is not
+stores its input.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ds_memo.spans import Span
+
+if TYPE_CHECKING:
+    from ds_memo.tiles.layer import TiledCall
+
+
+class Returned(NamedTuple):
+    """What a call in tiles has returned."""
+
+    call: weakref.ref[TiledCall]
+    storage: StorageWeakRef
+    """Of the hidden states. Hooks of modules hand on views of them."""
+    version: int
+    layout: tuple[object, ...]
+    spans: Sequence[Span]
+    striped: bool
+
+    @classmethod
+    def by(cls, call: TiledCall, hidden: torch.Tensor, spans: Sequence[Span], striped: bool) -> Returned:
+        storage = StorageWeakRef(hidden.untyped_storage())
+        return cls(weakref.ref(call), storage, hidden._version, _layout(hidden), spans, striped)
+
+    def why_not(self, hidden: torch.Tensor, spans: Sequence[Span], striped: bool) -> str:
+        """Return why a call with these hidden states must store them; "": they are what this call has returned."""
+        call = self.call()
+        if call is None or self.storage.cdata != hidden.untyped_storage()._cdata or self.layout != _layout(hidden):
+            return "it is not the output of the layer below"
+        if self.version != hidden._version:
+            return "the output of the layer below was changed in place"
+        if self.spans != spans or self.striped != striped:
+            return "the layer below has other tiles"
+        return call.why_no_outputs_again
+
+
+def _layout(hidden: torch.Tensor) -> tuple[object, ...]:
+    return hidden.shape, hidden.stride(), hidden.storage_offset(), hidden.dtype
+
+
+class Grouping:
+    """Finds for each call of one model's layers the one below it."""
+
+    def __init__(self) -> None:
+        self._latest: Returned | None = None
+
+    def returned(self, call: TiledCall, hidden: torch.Tensor, spans: Sequence[Span], striped: bool) -> None:
+        self._latest = Returned.by(call, hidden, spans, striped)
+
+    def below(self, hidden: torch.Tensor, spans: Sequence[Span], striped: bool) -> tuple[TiledCall | None, str]:
+        """Return the call that has returned these hidden states; else None, and why they must be stored."""
+        if self._latest is None:
+            return None, "no layer below it ran in tiles"
+        why = self._latest.why_not(hidden, spans, striped)
+        return (None if why else self._latest.call()), why
+
+
+def compute_inputs(call: TiledCall) -> None:
+    """Compute and store the inputs of a call and of those below it in its group, if they are not there."""
+    above = []
+    while not call.has_input:
+        assert call.below is not None
+        above.append(call)
+        call = call.below
+    for call in reversed(above):
+        call.below.run_posts_again(into=call)  # type: ignore[union-attr]
