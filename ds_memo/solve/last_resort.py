@@ -88,7 +88,11 @@ def _split(run: RunCosts, residents: int, keeping: int, without_gemms: int, swap
     """
     kinds = list(place(len(run.layers), residents))
     others = swapped(kinds)
-    put(kinds, others, without_gemms, PlacementKind.GEMMS_RECOMPUTED)
+    if run.groups_inputs:  # the first layers: what lies above them needs no input of its own, and frees host memory early
+        for index in others[:without_gemms]:
+            kinds[index] = PlacementKind.GEMMS_RECOMPUTED
+    else:
+        put(kinds, others, without_gemms, PlacementKind.GEMMS_RECOMPUTED)
     again = max(0, len(others) - keeping)
     if 0 < again < len(others):  # else their order does not matter
         worth = {layer: _seconds_per_byte(layer) for layer in set(run.layers)}

@@ -166,6 +166,8 @@ class LayerTiming:
         """
         reload_s = self.reload_s + self.reload_per_alpha * self._share(alpha) if self.copies else 0.0
         first_s = reload_s / self.tiles.count if self.tiles is not None else 0.0
+        if self.pre_again_s is not None:  # it comes before: its own inputs are reloaded, then attention's frame
+            first_s += max(0.0, self.reload_first_s - self.pre_again_s / self.tiles.count)  # type: ignore[union-attr]
         seconds = max(self.posts_again_s, reload_s - first_s, late_s) + first_s
         return seconds, seconds - self.posts_again_s
 

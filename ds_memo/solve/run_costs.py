@@ -272,7 +272,11 @@ class RunCosts:
 
     def without_inputs(self, kinds: Sequence[PlacementKind]) -> Sequence[PlacementKind]:
         """Return the kinds with the inputs left out that its tiles compute again."""
-        return kinds if self.tiles is None or self.tiles.input_every == 1 else self._grouped(tuple(kinds))
+        return self._grouped(tuple(kinds)) if self.groups_inputs else kinds
+
+    @property
+    def groups_inputs(self) -> bool:
+        return self.tiles is not None and self.tiles.input_every > 1
 
     @cached_property
     def _grouped(self) -> Callable[[tuple[PlacementKind, ...]], tuple[PlacementKind, ...]]:
