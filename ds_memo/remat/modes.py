@@ -72,6 +72,17 @@ def saves_for_a_checkpoint() -> bool:
     return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
 
 
+def inside_a_transform() -> bool:
+    """Return True where tensors, and the views that are taken there, have no memory of their own, or sizes are no numbers: inside
+    a transform of torch.func, torch.jit.trace or FakeTensorMode. Or where ops are traced (make_fx): a trace has no copies."""
+    return (
+        torch._C._functorch.maybe_current_level() is not None
+        or torch._C._get_tracing_state() is not None
+        or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+        or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+    )
+
+
 IN_LAYERS = ("analyse", "call", "modes", "op_policy", "random_states", "recipe", "record", "replay", "tensors", "undo")
 """Files of this folder whose code runs inside layers."""
 

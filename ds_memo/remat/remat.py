@@ -14,7 +14,7 @@ from ds_memo.errors import MemoError
 from ds_memo.remat.layer import Layer
 from ds_memo.remat.layer_call import CannotRun, LayerCall, LayerRunner, OwnForward
 from ds_memo.remat.layer_host import LayerHost
-from ds_memo.remat.modes import inside_a_checkpoint, inside_a_layer, keep_dynamo_out
+from ds_memo.remat.modes import inside_a_checkpoint, inside_a_layer, inside_a_transform, keep_dynamo_out
 from ds_memo.remat.recorded import Recorded
 from ds_memo.remat.uncheckpointed import Uncheckpointed
 from ds_memo.remat.undo import changed, stacks_restored
@@ -66,6 +66,12 @@ class Remat:
             self.host.warn(
                 "the model calls torch.utils.checkpoint, or its own, around its layers, so they are recomputed and ds_memo has "
                 "no part in it. Leave that checkpoint out, or call ds_memo.checkpoint or deepspeed.checkpointing.checkpoint"
+            )
+            return fn(*args, **kwargs)
+        if inside_a_transform():
+            self.host.warn(
+                "the model runs inside torch.func (vmap, jvp, grad), a trace or FakeTensorMode, whose tensors no copy can reach. "
+                "Autograd keeps what its layers save, and ds_memo has no part in it"
             )
             return fn(*args, **kwargs)
         if parametrize._cache_enabled:

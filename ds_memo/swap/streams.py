@@ -43,7 +43,7 @@ def use_device_of(streams: Streams) -> None:
 
 
 _Copy = tuple[torch.Tensor, torch.Tensor, int, int, int]
-"""Arguments of `Streams.copy`."""
+"""Tensors that must live until the copy is over, the number of bytes, and the addresses to copy to and from."""
 
 
 class _ThreadEvent:
@@ -119,7 +119,13 @@ class ThreadStreams:
     def copy(self, stream: str, dst: torch.Tensor, src: torch.Tensor, nbytes: int, dst_at: int = 0, src_at: int = 0) -> None:
         if not self._stop.alive:
             raise MemoError(f"a copy was issued {_CLOSED}")
-        self._copies[stream].append((dst, src, nbytes, dst_at, src_at))
+        # A tensor may have no memory (a wrapper, a fake). Here the error is the caller's alone. Had the copy failed on its
+        # thread, every later wait would raise, also that of another model which shares the host memory.
+        to, whence = dst.data_ptr(), src.data_ptr()
+        if not (to and whence):
+            raise MemoError(f"a copy between {dst.device} and {src.device}, where a tensor has no memory")
+        # torch.jit.trace has tensors for numbers.
+        self._copies[stream].append((dst, src, int(nbytes), int(to + dst_at), int(whence + src_at)))
 
     def _hand_over(self, stream: str, then: Callable[[], Any]) -> None:
         copies, self._copies[stream] = self._copies[stream], []
@@ -154,11 +160,8 @@ os.register_at_fork(after_in_child=_forked)
 
 def _copy_all(copies: list[_Copy], then: Callable[[], Any] = lambda: None) -> None:
     try:
-        for dst, src, nbytes, dst_at, src_at in copies:
-            to, whence = dst.data_ptr(), src.data_ptr()
-            if not (to and whence):
-                raise RuntimeError(f"a copy between {dst.device} and {src.device}, where a tensor has no memory")
-            ctypes.memmove(to + dst_at, whence + src_at, nbytes)
+        for _, _, nbytes, to, whence in copies:
+            ctypes.memmove(to, whence, nbytes)
     finally:  # later waits would hang
         then()
 

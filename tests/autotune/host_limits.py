@@ -61,7 +61,9 @@ def lock_as_cuda_would(look: bool) -> None:
         self.pinned = True
 
     pool.HostPool.__init__ = locked
-    torch.cuda.current_stream = torch.cuda.set_device = lambda *args: None
+    torch.cuda.set_device = lambda *args: None
+    torch.cuda.current_device = lambda: 0
+    torch._C._cuda_getCurrentRawStream = lambda index: 0
     budget = host_memory.budget_bytes
     session.budget_bytes = lambda gib, ranks, _, *rest: budget(gib, ranks, look and pinned_segments.memlock_binds(), *rest)
 

@@ -46,7 +46,7 @@ def test_tiles_that_round_as_stock_pass(name):
 
 @pytest.mark.parametrize("name", everyday(["llama", "mixtral"], []))
 def test_a_tile_that_reads_its_neighbours_tokens_shows(name, monkeypatch):
-    put_in(monkeypatch, layer, "part", a_token_late)
+    put_in(monkeypatch, layer, "parts", a_token_late)
     found = check_tiles.measure(torch.device("cpu"), torch.bfloat16, [name])
     assert found["failures"] and name in found["failures"][0]
 

@@ -123,8 +123,8 @@ def test_what_is_missing_is_noticed(standin, tmp_path, part):
     source.write_text(source.read_text().replace(text, instead))
     code = f"""
 import pathlib, sys
-from ds_memo.ops import builder
-builder.SOURCES = pathlib.Path({str(source.parent)!r})
+from ds_memo.ops import library
+library.SOURCES = pathlib.Path({str(source.parent)!r})
 from tests.ops import cuda_scenarios
 sys.exit(cuda_scenarios.main())
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import threading
 import weakref
@@ -190,10 +191,15 @@ def test_a_frame_that_dies_while_the_engine_closes(when):
     assert (rig.slab.used, rig.slab.size) == (0, 0)
 
 
-def test_closing_after_a_copy_failed_raises_and_still_ends_the_threads():
+def test_closing_after_a_copy_failed_raises_and_still_ends_the_threads(monkeypatch):
+    def fail(*_):
+        raise RuntimeError("no")
+
     rig = Rig()
     frame = rig.layer()
-    rig.streams.copy(D2H, torch.zeros(4), torch.zeros(4, device="meta"), 16)
+    rig.streams.wait(COMPUTE, rig.streams.mark(D2H))
+    monkeypatch.setattr(ctypes, "memmove", fail)
+    rig.streams.copy(D2H, torch.zeros(4), torch.zeros(4), 16)
     with pytest.raises(MemoError, match="a copy on the d2h stream failed"):
         rig.engine.close()
     assert not any(thread.is_alive() for thread in rig.streams._threads)

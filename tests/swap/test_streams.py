@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import os
 import subprocess
@@ -185,17 +186,34 @@ def test_waiting_counts_as_stall(held):
 
 
 @pytest.mark.parametrize("stream", [D2H, H2D])
-def test_a_copy_that_fails_raises_where_compute_waits(stream):
+def test_a_copy_that_fails_raises_where_compute_waits(stream, monkeypatch):
     """For whatever it waits: the error names the stream that it happened on."""
     streams = ThreadStreams()
-    streams.copy(stream, torch.zeros(4), torch.zeros(4, device="meta"), 16)
-    streams.copy(stream, torch.zeros(4), torch.zeros(4), 16)
-    streams.mark(stream).done.wait(LONG_S)
+    with monkeypatch.context() as patch:
+        patch.setattr(ctypes, "memmove", _fail)
+        streams.copy(stream, torch.zeros(4), torch.zeros(4), 16)
+        streams.mark(stream).done.wait(LONG_S)
     for other in (stream, D2H, H2D):
         with pytest.raises(MemoError, match=f"a copy on the {stream} stream failed") as caught:
             streams.wait(COMPUTE, streams.mark(other))
         assert caught.value.__cause__ is not None
     assert all(alive(streams)), "a failed copy must not end the thread: later waits would hang"
+    streams.close()
+
+
+def _fail(*arguments):
+    raise RuntimeError("no")
+
+
+def test_a_copy_without_memory_is_refused_and_does_no_harm():
+    """The error is the caller's alone: what was issued before and comes later is copied."""
+    streams, pairs = ThreadStreams(), [(torch.zeros(4), torch.ones(4)) for _ in range(2)]
+    streams.copy(D2H, *pairs[0], 16)
+    with pytest.raises(MemoError, match="a tensor has no memory"):
+        streams.copy(D2H, torch.zeros(4), torch.zeros(4, device="meta"), 16)
+    streams.copy(D2H, *pairs[1], 16)
+    streams.wait(COMPUTE, streams.mark(D2H))
+    assert all(torch.equal(host, source) for host, source in pairs)
     streams.close()
 
 
