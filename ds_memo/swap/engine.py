@@ -24,7 +24,7 @@ from __future__ import annotations
 import weakref
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from types import MappingProxyType
@@ -262,6 +262,7 @@ class SwapEngine:
         Raises:
             MemoError: the host has no room for it.
         """
+        self.drop_late(frame)  # of a backward that has raised
         source = kept.laid(tensor.detach())
         block = frame.late[kept.index] = self.slab.allocate(kept.nbytes, f"frame {frame.name}, whose input was computed again,")
         self.streams.wait(D2H, self.streams.mark(COMPUTE))  # behind the kernel that has written it

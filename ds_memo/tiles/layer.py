@@ -52,7 +52,7 @@ from ds_memo.tiles.attention import TiledAttention
 from ds_memo.tiles.attention_call import AttentionCall, Gathered
 from ds_memo.tiles.gradient_owner import is_owned
 from ds_memo.tiles.graph import refuse_other_gradients
-from ds_memo.tiles.groups import Grouping, compute_inputs
+from ds_memo.tiles.groups import Below, Grouping, compute_inputs
 from ds_memo.tiles.modes import LeftRecipe, RecordPost, RecordPre, ReplayPost
 from ds_memo.tiles.probe_result import by_arrival
 from ds_memo.tiles.recipes import SizeRecipes, TiledLayer
@@ -111,7 +111,7 @@ class TiledCall:
         """False: no backward will come, and nothing is kept."""
         if not self._trains:
             placement, self._parameters = replace(FULL_RECOMPUTE, tiles=placement.tiles), []
-        self.below: TiledCall | None = None
+        self.below: Below | None = None
         """The call of which the backward computes the hidden states; None: they are stored."""
         self._why_stored = ""
         """Why they are, though the placement has it otherwise."""
@@ -160,7 +160,7 @@ class TiledCall:
             output = self.forward(hidden)
         del hidden  # before the output moves back
         output = output if self._striped is None else self._striped.leave(output)
-        if self._trains:
+        if torch.is_grad_enabled() and self._placement.tiles.input_every > 1:  # type: ignore[union-attr]
             self._grouping.returned(self, output, self._spans, self._striped is not None)
         return self._shapes.output.of(output)
 
@@ -546,6 +546,10 @@ class TiledCall:
     # ---- the layer above, if it has not stored its input
 
     @property
+    def name(self) -> str:
+        return self._tiled.layer.name
+
+    @property
     def has_input(self) -> bool:
         """True if the tiles' hidden states can be read: they were stored, in the forward or since."""
         return self.below is None or all(tile.call.frame.late for tile in self._tiles)
@@ -553,14 +557,14 @@ class TiledCall:
     @property
     def why_no_outputs_again(self) -> str:
         """Why the backward must not compute what this call has returned; "": it may."""
-        if not self._trains:
-            return "the layer below keeps nothing"
         return "the layer below recomputes attention" if self._recomputes else ""
 
     def run_posts_again(self, into: TiledCall) -> None:
         """Compute what this call has returned once more, and store it as the hidden states of the call above."""
         attention, result = self._attention, None
-        with self._as_in_forward(), gathered(self._tiled.module):
+        for given in self._device_inputs:
+            given.check()
+        with gathered(self._tiled.module), self._as_in_forward():  # aliases are of what was gathered
             if attention is not None and not self._keeps_result:
                 leaves = self._new_gathered()
                 self._pre_again(leaves)
@@ -572,12 +576,13 @@ class TiledCall:
                 self._engine.bring_back(tile.call.frame, then=below, again=True)
                 own = None
                 if attention is not None:
-                    kept = tile.call.frame.tensor(tile.recipe.inputs[-1]) if results is None else results[tile.number]
-                    own = kept.detach().requires_grad_()
+                    own = tile.call.frame.tensor(tile.recipe.inputs[-1]) if results is None else results[tile.number]
+                    own = own.detach().requires_grad_()
                 mode, x, carry = Replay(tile.call, tile.recipe.post_again), tile.hidden(), self._carry(tile)
                 with torch.enable_grad(), dropping():
                     ran = self._runs.run(tile.span, x, carry, mode, lambda reached, own=own: own, tile.seed)
                 into.take_hidden(tile.number, ran.end)
+                del own, x, carry, ran  # before the next tile is reloaded
         self._engine.let_go_late_but(0)
 
     def take_hidden(self, number: int, hidden: torch.Tensor) -> None:
