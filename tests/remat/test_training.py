@@ -32,7 +32,19 @@ from tests.models import (
     step,
 )
 from tests.remat.products import Flops
-from tests.remat.situations import BATCH, IN_TILES, WAYS, Lines, Log, assert_in_way, assert_nothing_leaked, compare, drive, every_way, toy
+from tests.remat.situations import (
+    BATCH,
+    IN_TILES,
+    WAYS,
+    Lines,
+    Log,
+    assert_in_way,
+    assert_nothing_leaked,
+    compare,
+    drive,
+    every_way,
+    toy,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore::ds_memo.errors.MemoWarning")
 

@@ -119,7 +119,7 @@ def test_models(name: str) -> None:
     compare(**MODELS[name]())
 
 
-def sums(model: nn.Module, drive: Callable[[nn.Module, int], Outcome], **settings: Any) -> list[Outcome]:
+def steps_in_tiles(model: nn.Module, drive: Callable[[nn.Module, int], Outcome], **settings: Any) -> list[Outcome]:
     with attached(model, **settings) as handle:
         found = [drive(model, number) for number in range(2)]
         assert handle.report()["tiles"]["not_tiled"] == {}
@@ -138,19 +138,23 @@ ALIKE: dict[str, Callable[[], tuple[nn.Module, Callable[[nn.Module, int], Outcom
 }
 
 
-@pytest.mark.parametrize("alpha", [0.0, 1.0])
-@pytest.mark.parametrize("name", everyday(ALIKE, ["bf16", "dropout"]))
-def test_to_the_bit_as_with_inputs_that_are_stored(name: str, alpha: float) -> None:
-    """Tiles round otherwise than stock in bfloat16, and draw other random numbers."""
+def in_alike(name: str, alpha: float) -> None:
+    """Check steps against those in the same tiles whose inputs are stored."""
     model, drive = ALIKE[name]()
-    want = sums(model, drive, alpha=alpha)
-    with inputs_compared() as names:
-        got = sums(model, drive, alpha=alpha, input_every=3)
-    assert len(set(names)) == 2
+    want, got = (steps_in_tiles(model, drive, alpha=alpha, input_every=every) for every in (1, 3))
     for a, b in zip(got, want, strict=True):
         assert torch.equal(a.loss, b.loss) and torch.equal(a.generator, b.generator)
         trained = {name: gradient for name, gradient in b.grads.items() if gradient is not None}
         assert [name for name, gradient in trained.items() if not torch.equal(a.grads[name], gradient)] == []
+
+
+@pytest.mark.parametrize("alpha", [0.0, 1.0])
+@pytest.mark.parametrize("name", everyday(ALIKE, ["bf16", "dropout"]))
+def test_to_the_bit_as_with_inputs_that_are_stored(name: str, alpha: float) -> None:
+    """Tiles round otherwise than stock in bfloat16, and draw other random numbers."""
+    with inputs_compared() as names:
+        in_alike(name, alpha)
+    assert len(set(names)) == 2
 
 
 @pytest.mark.parametrize("adapted", everyday([False, True], [False]))
