@@ -325,10 +325,10 @@ class SwapEngine:
 
     def _close(self) -> None:
         self._unsent = None
-        self._late.clear()
         try:  # device memory and blocks are freed below, which copies in both directions may still use
             self.streams.wait(COMPUTE, self.streams.mark(D2H))
             self.streams.wait(COMPUTE, self.streams.mark(H2D))
+            self._late.clear()
             for ref in self._stack:
                 if (frame := ref()) is not None:
                     frame.device.clear()
