@@ -200,7 +200,7 @@ class SwapEngine:
         if frame.stored:  # d2h may still read the device memory and write to the block, which both are freed here
             self.streams.wait(COMPUTE, self.streams.mark(D2H))
         frame.device.clear()
-        frame.free_block(self.slab)
+        frame.free_blocks(self.slab)
         frame.move("done")
 
     # ---- backward
@@ -333,7 +333,7 @@ class SwapEngine:
                 if (frame := ref()) is not None:
                     frame.device.clear()
                     frame.slots.clear()
-                    frame.free_block(self.slab)
+                    frame.free_blocks(self.slab)
             self._closed = True  # not earlier: a frame that dies meanwhile, on any thread, must be deferred
             self._defer_lost()
             self.drain()
