@@ -281,10 +281,10 @@ class SwapEngine:
             self._late.popleft()
 
     def drop_late(self, frame: Frame) -> None:
-        """Free the blocks of what was stored late. Compute has waited for the reloads from them."""
-        if frame.late:
-            if frame.sent_late is not None:  # Ctrl-C may have come before a reload
-                self.streams.wait(COMPUTE, frame.sent_late)
+        """Free the blocks of what was stored late. Compute has waited for the reloads from them, if any."""
+        if frame.late:  # maybe before any reload, or, after Ctrl-C, without an event
+            sent, frame.sent_late = frame.sent_late, None
+            self.streams.wait(COMPUTE, sent or self.streams.mark(D2H))
             frame.free_late(self.slab)
 
     def replayed(self, frame: Frame) -> None:
@@ -381,7 +381,7 @@ class SwapEngine:
         # The allocator gave the buffer memory that work on compute may still read: h2d writes behind it.
         self.streams.wait(H2D, self.streams.mark(COMPUTE))
         if frame.late:
-            self.streams.wait(H2D, frame.sent_late)  # behind d2h, which has written what h2d reads
+            self.streams.wait(H2D, frame.sent_late or self.streams.mark(D2H))  # d2h has written what h2d reads
         for kept in wanted:
             if kept.index not in frame.stored:  # the call left its recipe before it was kept
                 continue

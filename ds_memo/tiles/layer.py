@@ -419,7 +419,7 @@ class TiledCall:
             given.check()
         self._host.replay_begins(self._tiled.layer)
         compute_inputs(self)
-        with Undoing(self._drop_input), self._as_in_forward() as aliases:
+        with stacks_restored(), Undoing(self._drop_input), self._as_in_forward() as aliases:
             sums, d_inputs = GradientSums(aliases), self._arguments.new_gradients()
             try:
                 d_hidden = self._backward_tiles(sums, gradient, may_overwrite, d_inputs)

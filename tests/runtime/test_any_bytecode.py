@@ -188,7 +188,7 @@ def test_in_a_first_step(settings: dict[str, Any]) -> None:
         rig.ends()
 
 
-LATE = ("groups.py", ("run_posts_again", "take_hidden", "_drop_input", "keep_late", "let_go_late_but", "drop_late", "free_late"))
+LATE = ("tiles/groups.py", ("run_posts_again", "take_hidden", "_drop_input", "keep_late", "let_go_late_but", "drop_late", "free_late"))
 """A file and functions that run while inputs are computed, stored and dropped, beside those of any backward."""
 
 
