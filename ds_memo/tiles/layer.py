@@ -552,7 +552,7 @@ class TiledCall:
     @property
     def has_input(self) -> bool:
         """True if the tiles' hidden states can be read: they were stored, in the forward or since."""
-        return self.below is None or all(tile.call.frame.late for tile in self._tiles)
+        return self.below is None or all(tile.recipe.inputs[0].index in tile.call.frame.stored for tile in self._tiles)
 
     @property
     def why_no_outputs_again(self) -> str:
