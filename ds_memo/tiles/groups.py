@@ -72,14 +72,6 @@ def _layout(hidden: torch.Tensor) -> tuple[object, ...]:
     return hidden.shape, hidden.stride(), hidden.storage_offset(), hidden.dtype
 
 
-class Below(NamedTuple):
-    """The call below, of which a call's hidden states are computed again."""
-
-    call: TiledCall
-    changed: torch.Tensor
-    """True, on the device, if they are not what that has returned: the change was not counted."""
-
-
 class Grouping:
     """Finds for each call of one model's layers the one below it."""
 
@@ -89,13 +81,17 @@ class Grouping:
     def returned(self, call: TiledCall, hidden: torch.Tensor, spans: Sequence[Span], striped: bool) -> None:
         self._latest = Returned.by(call, hidden, spans, striped)
 
-    def below(self, hidden: torch.Tensor, spans: Sequence[Span], striped: bool) -> tuple[Below | None, str]:
+    def below(self, hidden: torch.Tensor, spans: Sequence[Span], striped: bool) -> tuple[TiledCall | None, str]:
         """Return the call that has returned these hidden states; else None, and why they must be stored."""
         if self._latest is None:
             return None, "no layer below it ran in tiles"
-        if why := self._latest.why_not(hidden, spans, striped):
-            return None, why
-        return Below(self._latest.call(), self._latest.bits.ne(_bits(hidden)).any()), ""  # type: ignore[arg-type]
+        why = self._latest.why_not(hidden, spans, striped)
+        return (None if why else self._latest.call()), why
+
+    def changed(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return True, on the device, if what the call below has returned was changed since, and PyTorch did not count that."""
+        assert self._latest is not None
+        return self._latest.bits.ne(_bits(hidden)).any()
 
 
 def compute_inputs(call: TiledCall) -> None:
@@ -108,11 +104,11 @@ def compute_inputs(call: TiledCall) -> None:
     while not call.has_input:
         assert call.below is not None
         above.append(call)
-        call = call.below.call
+        call = call.below
     if not above:
         return
     # The group's one synchronization.
-    changed = torch.stack([call.below.changed for call in above]).tolist()  # type: ignore[union-attr]
+    changed = torch.stack([call.input_changed for call in above]).tolist()
     if any(changed):
         raise MemoError(
             f"layer {above[changed.index(True)].name}: its input was changed in place after the layer below had returned it, and "
@@ -120,4 +116,4 @@ def compute_inputs(call: TiledCall) -> None:
             "the result to a new tensor, or set memo.input_every to 1"
         )
     for call in reversed(above):
-        call.below.call.run_posts_again(into=call)  # type: ignore[union-attr]
+        call.below.run_posts_again(into=call)  # type: ignore[union-attr]

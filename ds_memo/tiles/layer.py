@@ -52,7 +52,7 @@ from ds_memo.tiles.attention import TiledAttention
 from ds_memo.tiles.attention_call import AttentionCall, Gathered
 from ds_memo.tiles.gradient_owner import is_owned
 from ds_memo.tiles.graph import refuse_other_gradients
-from ds_memo.tiles.groups import Below, Grouping, compute_inputs
+from ds_memo.tiles.groups import Grouping, compute_inputs
 from ds_memo.tiles.modes import LeftRecipe, RecordPost, RecordPre, ReplayPost
 from ds_memo.tiles.probe_result import by_arrival
 from ds_memo.tiles.recipes import SizeRecipes, TiledLayer
@@ -111,7 +111,7 @@ class TiledCall:
         """False: no backward will come, and nothing is kept."""
         if not self._trains:
             placement, self._parameters = replace(FULL_RECOMPUTE, tiles=placement.tiles), []
-        self.below: Below | None = None
+        self.below: TiledCall | None = None
         """The call of which the backward computes the hidden states; None: they are stored."""
         self._why_stored = ""
         """Why they are, though the placement has it otherwise."""
@@ -119,6 +119,8 @@ class TiledCall:
             self.below, self._why_stored = grouping.below(hidden, spans, self._striped is not None)
             if self.below is None:
                 placement = replace(placement, kind=PlacementKind.SWAPPED)
+            else:
+                self.input_changed = grouping.changed(hidden)
         del hidden
         self._placement = placement
         self._recomputes = placement.kind.recomputes_attention
@@ -576,11 +578,13 @@ class TiledCall:
                 self._engine.bring_back(tile.call.frame, then=below, again=True)
                 own = None
                 if attention is not None:
-                    own = tile.call.frame.tensor(tile.recipe.inputs[-1]) if results is None else results[tile.number]
-                    own = own.detach().requires_grad_()
+                    kept = tile.call.frame.tensor(tile.recipe.inputs[-1]) if results is None else results[tile.number]
+                    own = kept.detach().requires_grad_()
+                    del kept
                 mode, x, carry = Replay(tile.call, tile.recipe.post_again), tile.hidden(), self._carry(tile)
                 with torch.enable_grad(), dropping():
-                    ran = self._runs.run(tile.span, x, carry, mode, lambda reached, own=own: own, tile.seed)
+                    attend = lambda reached, own=own: own  # type: ignore[misc]  # noqa: E731
+                    ran = self._runs.run(tile.span, x, carry, mode, attend, tile.seed)
                 into.take_hidden(tile.number, ran.end)
                 del own, x, carry, ran  # before the next tile is reloaded
         self._engine.let_go_late_but(0)

@@ -60,6 +60,7 @@ HYBRIDS: dict[str, dict[str, Any]] = {
 HYBRIDS |= {name: {} for name in chain.FAMILIES if name not in HYBRIDS}
 CHAINS = [*itertools.product(HYBRIDS, (5, 16, 64), (0.0, 1.0))]
 SLOW_CHAINS = [(name, (5, 16)[i % 2], float(i // 2 % 2)) for i, name in enumerate(HYBRIDS)]
+SLOW_CHAINS = [case for case in SLOW_CHAINS if case[0] not in ("bailing_hybrid", "kimi_linear")]  # these take a minute
 
 
 @pytest.mark.filterwarnings("ignore")

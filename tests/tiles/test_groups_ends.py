@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
 
 from ds_memo.errors import MemoError
 from ds_memo.swap.engine import SwapEngine
@@ -68,6 +69,18 @@ def hooked(hook: Change, *behind: int) -> nn.Module:
     return model
 
 
+def hooked_before() -> nn.Module:
+    model = toy(layers=LAYERS)
+    model.blocks[2].register_forward_pre_hook(lambda module, args: (args[0] * 1.5,))
+    return model
+
+
+def parametrized() -> nn.Module:
+    model = toy(layers=LAYERS)
+    weight_norm(model.blocks[2].up)
+    return model
+
+
 def hooked_backward() -> nn.Module:
     model = toy(layers=LAYERS)
     for block in model.blocks:
@@ -100,6 +113,8 @@ ENDS: dict[str, tuple[Callable[[], nn.Module], int, str]] = {
     "a hook in place": (lambda: hooked(lambda x: x.mul_(1.5), 1), 1, CHANGED),
     "a hook without gradients": (lambda: hooked(without_gradients), 0, CHANGED),
     "a hook that returns a view": (lambda: hooked(lambda x: x.view_as(x)), 2, ""),
+    "a hook before a layer": (hooked_before, 1, OTHER),
+    "a parametrized layer": (parametrized, 1, ""),
     "a backward hook": (hooked_backward, 2, ""),
     "a layer that runs whole": (lambda: untiled(2), 1, ""),
     "a layer that runs whole below": (lambda: untiled(1), 0, OTHER),
