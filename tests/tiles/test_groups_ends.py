@@ -114,7 +114,7 @@ ENDS: dict[str, tuple[Callable[[], nn.Module], int, str]] = {
     "a hook without gradients": (lambda: hooked(without_gradients), 0, CHANGED),
     "a hook that returns a view": (lambda: hooked(lambda x: x.view_as(x)), 2, ""),
     "a hook before a layer": (hooked_before, 1, OTHER),
-    "a parametrized layer": (parametrized, 1, ""),
+    "a parametrized layer": (parametrized, 2, ""),
     "a backward hook": (hooked_backward, 2, ""),
     "a layer that runs whole": (lambda: untiled(2), 1, ""),
     "a layer that runs whole below": (lambda: untiled(1), 0, OTHER),
