@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -28,8 +28,29 @@ from ds_memo.errors import MemoError
 from ds_memo.remat.recipe import integers
 from ds_memo.spans import Span
 
-if TYPE_CHECKING:
-    from ds_memo.tiles.layer import TiledCall
+
+class TiledCall(Protocol):
+    """A call in tiles, as its group knows it."""
+
+    below: Any
+    """The call of which the backward computes the hidden states; None: they are stored."""
+    input_changed: torch.Tensor
+    """True, on the device, if the hidden states are not what that has returned."""
+
+    @property
+    def name(self) -> str:
+        """The layer's."""
+
+    @property
+    def has_input(self) -> bool:
+        """True if the hidden states can be read."""
+
+    @property
+    def why_no_outputs_again(self) -> str:
+        """Why the backward must not compute what this call has returned; "": it may."""
+
+    def run_posts_again(self, into: Any) -> None:
+        """Compute what this call has returned once more, for the call above."""
 
 
 class Returned(NamedTuple):
@@ -116,4 +137,4 @@ def compute_inputs(call: TiledCall) -> None:
             "the result to a new tensor, or set memo.input_every to 1"
         )
     for call in reversed(above):
-        call.below.run_posts_again(into=call)  # type: ignore[union-attr]
+        call.below.run_posts_again(into=call)

@@ -111,7 +111,7 @@ class TiledCall:
         """False: no backward will come, and nothing is kept."""
         if not self._trains:
             placement, self._parameters = replace(FULL_RECOMPUTE, tiles=placement.tiles), []
-        self.below: TiledCall | None = None
+        self.below: Any = None
         """The call of which the backward computes the hidden states; None: they are stored."""
         self._why_stored = ""
         """Why they are, though the placement has it otherwise."""
