@@ -33,8 +33,10 @@ def inputs_compared() -> Iterator[list[str]]:
 
     def take_hidden(right: Callable[..., Any], call: TiledCall, number: int, hidden: torch.Tensor) -> None:
         want = part(forwards[call], call._spans[number], 1)
-        assert hidden.dtype == want.dtype and torch.equal(hidden, want), f"the input of {call.name}, tile {number}, differs"
-        names.append(call.name)
+        assert hidden.dtype == want.dtype and torch.equal(hidden, want), (
+            f"the input of {call._tiled.layer.name}, tile {number}, differs"
+        )
+        names.append(call._tiled.layer.name)
         right(call, number, hidden)
 
     with pytest.MonkeyPatch.context() as patch:

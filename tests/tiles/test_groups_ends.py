@@ -344,13 +344,13 @@ def first_input_a_layer_off(patch: Patch, running: list[Any]) -> None:
     inputs: dict[str, torch.Tensor] = {}
 
     def forward(right: Callable[..., Any], call: TiledCall, hidden: torch.Tensor) -> Any:
-        inputs[call.name] = hidden.detach().clone()
+        inputs[call._tiled.layer.name] = hidden.detach().clone()
         return right(call, hidden)
 
     def hidden(right: Callable[..., Any], tile: Tile) -> torch.Tensor:
         found = right(tile)
         if running and running[0].below is None:
-            whole = inputs[running[1].name]
+            whole = inputs[running[1]._tiled.layer.name]
             found = whole[tile.span.rows, tile.span.tokens].clone().requires_grad_()
         return found
 
