@@ -153,7 +153,7 @@ class _Fixed:
     def decide_alpha(self, layer: Layer, placement: Placement, whole_bytes: int, split_bytes: int) -> Placement:
         raise AssertionError("no rows are swapped in a profile")
 
-    def has_room(self, nbytes: int) -> bool:
+    def has_room(self, nbytes: int, planned: bool = True) -> bool:
         raise AssertionError("nothing goes to the host in a profile")
 
 

@@ -324,9 +324,7 @@ class Observed:
         return at_0, at_1 - at_0
 
 
-def make_recipe(
-    observed: Observed, alpha: float, keeps_input: bool = True
-) -> tuple[Recipe, list[tuple[Kept, torch.Tensor]]]:
+def make_recipe(observed: Observed, alpha: float, keeps_input: bool = True) -> tuple[Recipe, list[tuple[Kept, torch.Tensor]]]:
     """Decide what is kept, and lay it out.
 
     Args:
@@ -386,11 +384,12 @@ def fingerprint(outputs: Any) -> torch.Tensor:
     values = outputs if isinstance(outputs, tuple) else (outputs,)
     tensors = [value for value in values if type(value) is torch.Tensor and value.numel() and torch._C._has_storage(value)]
     tensors = [tensor for tensor in tensors if not tensor.is_meta]  # no values
-    sums = [_integers(tensor).sum(dtype=torch.int64) for tensor in tensors if tensor.device == tensors[0].device]
+    sums = [integers(tensor).sum(dtype=torch.int64) for tensor in tensors if tensor.device == tensors[0].device]
     return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.int64)
 
 
-def _integers(tensor: torch.Tensor) -> torch.Tensor:
+def integers(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view of the tensor's bits, as the widest integers that the last dimension can be cut into."""
     tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     width = tensor.dtype.itemsize
     steps = (tensor.shape[-1], tensor.storage_offset(), *tensor.stride()[:-1]) if tensor.dim() else (1,)

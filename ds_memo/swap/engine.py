@@ -24,7 +24,7 @@ from __future__ import annotations
 import weakref
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from types import MappingProxyType
@@ -200,7 +200,7 @@ class SwapEngine:
         if frame.stored:  # d2h may still read the device memory and write to the block, which both are freed here
             self.streams.wait(COMPUTE, self.streams.mark(D2H))
         frame.device.clear()
-        frame.free_block(self.slab)
+        frame.free_blocks(self.slab)
         frame.move("done")
 
     # ---- backward
@@ -262,6 +262,7 @@ class SwapEngine:
         Raises:
             MemoError: the host has no room for it.
         """
+        self.drop_late(frame)  # of a backward that has raised
         source = kept.laid(tensor.detach())
         block = frame.late[kept.index] = self.slab.allocate(kept.nbytes, f"frame {frame.name}, whose input was computed again,")
         self.streams.wait(D2H, self.streams.mark(COMPUTE))  # behind the kernel that has written it
@@ -280,10 +281,10 @@ class SwapEngine:
             self._late.popleft()
 
     def drop_late(self, frame: Frame) -> None:
-        """Free the blocks of what was stored late. Compute has waited for the reloads from them."""
-        if frame.late:
-            if frame.sent_late is not None:  # Ctrl-C may have come before a reload
-                self.streams.wait(COMPUTE, frame.sent_late)
+        """Free the blocks of what was stored late. Compute has waited for the reloads from them, if any."""
+        if frame.late:  # maybe before any reload, or, after Ctrl-C, without an event
+            sent, frame.sent_late = frame.sent_late, None
+            self.streams.wait(COMPUTE, sent or self.streams.mark(D2H))
             frame.free_late(self.slab)
 
     def replayed(self, frame: Frame) -> None:
@@ -324,15 +325,15 @@ class SwapEngine:
 
     def _close(self) -> None:
         self._unsent = None
-        self._late.clear()
         try:  # device memory and blocks are freed below, which copies in both directions may still use
             self.streams.wait(COMPUTE, self.streams.mark(D2H))
             self.streams.wait(COMPUTE, self.streams.mark(H2D))
+            self._late.clear()
             for ref in self._stack:
                 if (frame := ref()) is not None:
                     frame.device.clear()
                     frame.slots.clear()
-                    frame.free_block(self.slab)
+                    frame.free_blocks(self.slab)
             self._closed = True  # not earlier: a frame that dies meanwhile, on any thread, must be deferred
             self._defer_lost()
             self.drain()
@@ -380,7 +381,7 @@ class SwapEngine:
         # The allocator gave the buffer memory that work on compute may still read: h2d writes behind it.
         self.streams.wait(H2D, self.streams.mark(COMPUTE))
         if frame.late:
-            self.streams.wait(H2D, frame.sent_late)  # behind d2h, which has written what h2d reads
+            self.streams.wait(H2D, frame.sent_late or self.streams.mark(D2H))  # d2h has written what h2d reads
         for kept in wanted:
             if kept.index not in frame.stored:  # the call left its recipe before it was kept
                 continue

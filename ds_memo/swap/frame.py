@@ -227,9 +227,13 @@ class Frame:
         late = self.late.get(kept.index)
         return (self.block, kept.host_offset, kept.stored_bytes) if late is None else (late, 0, kept.nbytes)  # type: ignore
 
-    def free_block(self, slab: HostSlab) -> None:
+    def free_blocks(self, slab: HostSlab) -> None:
         """Free its host blocks. No copy or transfer may use them any more."""
         self.free_late(slab)
+        self.free_block(slab)
+
+    def free_block(self, slab: HostSlab) -> None:
+        """Free the block of what the forward has stored."""
         if self.block is not None:
             slab.free(self.block)
             self.block = None

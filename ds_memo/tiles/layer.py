@@ -111,7 +111,7 @@ class TiledCall:
         """False: no backward will come, and nothing is kept."""
         if not self._trains:
             placement, self._parameters = replace(FULL_RECOMPUTE, tiles=placement.tiles), []
-        self.below: TiledCall | None = None
+        self.below: Any = None
         """The call of which the backward computes the hidden states; None: they are stored."""
         self._why_stored = ""
         """Why they are, though the placement has it otherwise."""
@@ -119,6 +119,8 @@ class TiledCall:
             self.below, self._why_stored = grouping.below(hidden, spans, self._striped is not None)
             if self.below is None:
                 placement = replace(placement, kind=PlacementKind.SWAPPED)
+            else:
+                self.input_changed = grouping.changed(hidden)
         del hidden
         self._placement = placement
         self._recomputes = placement.kind.recomputes_attention
@@ -160,7 +162,7 @@ class TiledCall:
             output = self.forward(hidden)
         del hidden  # before the output moves back
         output = output if self._striped is None else self._striped.leave(output)
-        if self._trains:
+        if torch.is_grad_enabled() and self._placement.tiles.input_every > 1:  # type: ignore[union-attr]
             self._grouping.returned(self, output, self._spans, self._striped is not None)
         return self._shapes.output.of(output)
 
@@ -421,7 +423,7 @@ class TiledCall:
         if not self.has_input:
             self._host.part_begins("inputs")  # their seconds are those of other layers
             compute_inputs(self)
-        with Undoing(self._drop_input), self._as_in_forward() as aliases:
+        with stacks_restored(), Undoing(self._drop_input), self._as_in_forward() as aliases:
             sums, d_inputs = GradientSums(aliases), self._arguments.new_gradients()
             try:
                 d_hidden = self._backward_tiles(sums, gradient, may_overwrite, d_inputs)
@@ -548,21 +550,25 @@ class TiledCall:
     # ---- the layer above, if it has not stored its input
 
     @property
+    def name(self) -> str:
+        return self._tiled.layer.name
+
+    @property
     def has_input(self) -> bool:
         """True if the tiles' hidden states can be read: they were stored, in the forward or since."""
-        return self.below is None or all(tile.call.frame.late for tile in self._tiles)
+        return self.below is None or all(tile.recipe.inputs[0].index in tile.call.frame.stored for tile in self._tiles)
 
     @property
     def why_no_outputs_again(self) -> str:
         """Why the backward must not compute what this call has returned; "": it may."""
-        if not self._trains:
-            return "the layer below keeps nothing"
         return "the layer below recomputes attention" if self._recomputes else ""
 
     def run_posts_again(self, into: TiledCall) -> None:
         """Compute what this call has returned once more, and store it as the hidden states of the call above."""
         attention, result = self._attention, None
-        with self._as_in_forward(), gathered(self._tiled.module):
+        for given in self._device_inputs:
+            given.check()
+        with gathered(self._tiled.module), self._as_in_forward():  # aliases are of what was gathered
             if attention is not None and not self._keeps_result:
                 leaves = self._new_gathered()
                 self._pre_again(leaves)
@@ -576,10 +582,13 @@ class TiledCall:
                 if attention is not None:
                     kept = tile.call.frame.tensor(tile.recipe.inputs[-1]) if results is None else results[tile.number]
                     own = kept.detach().requires_grad_()
+                    del kept
                 mode, x, carry = Replay(tile.call, tile.recipe.post_again), tile.hidden(), self._carry(tile)
                 with torch.enable_grad(), dropping():
-                    ran = self._runs.run(tile.span, x, carry, mode, lambda reached, own=own: own, tile.seed)
+                    attend = lambda reached, own=own: own  # type: ignore[misc]  # noqa: E731
+                    ran = self._runs.run(tile.span, x, carry, mode, attend, tile.seed)
                 into.take_hidden(tile.number, ran.end)
+                del own, x, carry, ran  # before the next tile is reloaded
         self._engine.let_go_late_but(0)
 
     def take_hidden(self, number: int, hidden: torch.Tensor) -> None:

@@ -75,9 +75,13 @@ def small(name: str, dtype: torch.dtype = torch.float32, heads: int = 2, layers:
     return build(name, dtype, **more)
 
 
-def config(tile: int = 16, alpha: float = 0.3, groups: int = 1, **more: Any) -> dict[str, Any]:
-    """Return the settings of a model in tiles."""
-    tiles = {"tile_tokens": tile, "head_groups": groups}
+def config(tile: int | None = 16, alpha: float = 0.3, groups: int = 1, **more: Any) -> dict[str, Any]:
+    """Return the settings of a model in tiles.
+
+    Args:
+        tile: None: it is not configured.
+    """
+    tiles = {"head_groups": groups} if tile is None else {"tile_tokens": tile, "head_groups": groups}
     return {"alpha": alpha, "resident_layers": 0, "plan": {"enabled": False}, **tiles, **more}
 
 
