@@ -1,8 +1,9 @@
 """Which layers do not store their input: those of a group but its first, whose inputs follow from it (ds_memo.tiles.groups).
 
-The backward stores a group's inputs before it comes to them. So that a step never holds more on the host than after its forward, a
-group is no larger than what the layers above it have freed by then. Groups get longer from the last layer down: 1, 3, 7, … where an
-input is as large as attention's output. Each input that is left out costs one more run of a post, however long the group is.
+The backward stores a group's inputs before it comes to them. So that a step never holds more on the host than after its forward,
+a group is no larger than what the layers above it have freed by then. Groups get longer from the last layer down: 1, 3, 7, …
+where an input is as large as attention's output. Each input that is left out costs one more run of a post, however long the
+group is.
 """
 
 from __future__ import annotations

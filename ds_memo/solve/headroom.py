@@ -20,7 +20,9 @@ INPUT_EVERY = (2, 3, 4, 8, ALL)
 
 
 def without_recomputed_attention(
-    found: tuple[RunCosts, Solution] | None, tilings: Sequence[Tiles], best: Callable[[Sequence[Tiles]], tuple[RunCosts, Solution]]
+    found: tuple[RunCosts, Solution] | None,
+    tilings: Sequence[Tiles],
+    best: Callable[[Sequence[Tiles]], tuple[RunCosts, Solution]],
 ) -> tuple[RunCosts, Solution] | None:
     """Return the solution whose layers compute inputs, if it is shorter than one whose layers recompute attention, with as few of
     these inputs as are no longer; else `found`.

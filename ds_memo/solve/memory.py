@@ -74,11 +74,10 @@ def swapped_bytes(run: RunCosts, kinds: Kinds, alpha: float) -> int:
 
 
 def host_cap(run: RunCosts, kinds: Kinds) -> float:
-    """Return the largest multiple of 1 / ALPHA_STEPS at which the swapped layers fit the host with all attention outputs; below 0:
-    none does."""
-    with_attention = [
-        PlacementKind.SWAPPED if kind is PlacementKind.SWAPPED_ATTENTION_RECOMPUTED else kind for kind in kinds
-    ]
+    """Return the largest multiple of 1 / ALPHA_STEPS at which the swapped layers fit the host with all attention outputs; below
+    0: none does."""
+    again = PlacementKind.SWAPPED_ATTENTION_RECOMPUTED
+    with_attention = [PlacementKind.SWAPPED if kind is again else kind for kind in kinds]
     budget = run.host_budget
 
     def fits(steps: int) -> bool:

@@ -8,8 +8,8 @@ alpha: a maximum of sums of durations.
     backward   begins when all copies are done; a frame's reload starts with the replay of the layer call above, its own replay
                when the reload is done
     in tiles   a layer begins when all copies of the one below it are done; its frame is reloaded during its own backward
-    inputs     that were not stored are computed as the backward comes to the last layer of their group: a layer's tiles are reloaded
-               while those before them are computed
+    inputs     that were not stored are computed as the backward comes to the last layer of their group: a layer's tiles are
+               reloaded while those before them are computed
     files      the first swapped layers go on to files: ds_memo.solve.file_clocks has their clocks. Files only add waits. How many
                layers that are depends on alpha, so the step is not convex
 """

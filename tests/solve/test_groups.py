@@ -13,7 +13,7 @@ from ds_memo.solve.groups import ALL, without_inputs
 from ds_memo.solve.headroom import shortest, without_recomputed_attention
 from ds_memo.solve.memory import swapped_bytes
 from ds_memo.solve.refusals import NothingFits
-from ds_memo.solve.run_costs import PeakBytes, RunCosts, TileCosts
+from ds_memo.solve.run_costs import LayerCosts, PeakBytes, RunCosts, TileCosts
 from ds_memo.solve.schedule import Schedule
 from ds_memo.solve.solution import Solution
 from tests.placements import placed
@@ -146,7 +146,7 @@ def in_tiles(seed: int) -> RunCosts:
     draw, costs = random.Random(seed), random_run(seed, most_kinds=2)
     count = draw.choice((2, 4, 8, 16))
 
-    def cut(layer):  # noqa: ANN001, ANN202
+    def cut(layer: LayerCosts) -> LayerCosts:
         backward_s = layer.backward_s + layer.gemm_s + layer.replay_s
         nbytes = int(draw.uniform(0.2, 1) * layer.frame_bytes)
         working = PeakBytes(nbytes, nbytes, nbytes // 2)
@@ -163,8 +163,8 @@ SEEDS = 500
 @pytest.mark.slow
 @pytest.mark.parametrize("budget", ["host_budget", "device_budget"])
 def test_budgets_are_kept_and_more_of_one_is_hardly_ever_worse(budget: str) -> None:
-    """No peak is above its budget, in any of them. In a few percent of these odd runs some larger budget has a longer step: layers
-    are packed whole, the last resort packs by saved seconds per byte, and fewer copies are tried at two budgets alone."""
+    """No peak is above its budget, in any of them. In a few percent of these odd runs some larger budget has a longer step:
+    layers are packed whole, the last resort packs by saved seconds per byte, and fewer copies are tried at two budgets alone."""
     longer: list[float] = []
     grouped = 0
     for seed in range(SEEDS):
