@@ -71,7 +71,7 @@ class Remat:
         if inside_a_transform():
             self.host.warn(
                 "the model runs inside torch.func (vmap, jvp, grad), a trace or FakeTensorMode, whose tensors no copy can reach. "
-                "Autograd keeps what its layers save, and ds_memo has no part in it"
+                "It goes on there as without ds_memo: autograd keeps what its layers save"
             )
             return fn(*args, **kwargs)
         if parametrize._cache_enabled:

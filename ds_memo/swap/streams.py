@@ -123,7 +123,10 @@ class ThreadStreams:
         # thread, every later wait would raise, also that of another model which shares the host memory.
         to, whence = dst.data_ptr(), src.data_ptr()
         if not (to and whence):
-            raise MemoError(f"a copy between {dst.device} and {src.device}, where a tensor has no memory")
+            raise MemoError(
+                f"a copy between {dst.device} and {src.device}, where a tensor has no memory (a wrapper, a fake): leave its layer "
+                "out of memo.layers"
+            )
         # torch.jit.trace has tensors for numbers.
         self._copies[stream].append((dst, src, int(nbytes), int(to + dst_at), int(whence + src_at)))
 
