@@ -585,8 +585,7 @@ class TiledCall:
                     del kept
                 mode, x, carry = Replay(tile.call, tile.recipe.post_again), tile.hidden(), self._carry(tile)
                 with torch.enable_grad(), dropping():
-                    attend = lambda reached, own=own: own  # type: ignore[misc]  # noqa: E731
-                    ran = self._runs.run(tile.span, x, carry, mode, attend, tile.seed)
+                    ran = self._runs.run(tile.span, x, carry, mode, lambda reached, own=own: own, tile.seed)  # type: ignore[misc]
                 into.take_hidden(tile.number, ran.end)
                 del own, x, carry, ran  # before the next tile is reloaded
         self._engine.let_go_late_but(0)

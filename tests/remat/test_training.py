@@ -330,7 +330,10 @@ def run():
     return steps
 
 
-@pytest.mark.parametrize("more", [{"resident_layers": 0}, {"resident_layers": 2}, {"resident_layers": 0, "tile_tokens": 16}])
+TILES = {"resident_layers": 0, "tile_tokens": 16}
+
+
+@pytest.mark.parametrize("more", [{"resident_layers": 0}, {"resident_layers": 2}, TILES, TILES | {"input_every": 3}])
 def test_nothing_waits_for_the_garbage_collector(run, more):
     held = run(alpha=0.5, **more)
     assert len(set(held["step"])) == 1, held

@@ -117,7 +117,7 @@ ENDS: dict[str, tuple[Callable[[], nn.Module], int, str]] = {
     "a parametrized layer": (parametrized, 2, ""),
     "a backward hook": (hooked_backward, 2, ""),
     "a layer that runs whole": (lambda: untiled(2), 1, ""),
-    "a layer that runs whole below": (lambda: untiled(1), 0, OTHER),
+    "a layer that runs whole below": (lambda: untiled(1), 0, "which was to be computed again"),
     "a frozen layer below": (lambda: frozen(1), 1, NOTHING),
     "every layer twice": (lambda: Twice(layers=LAYERS), 2, ""),
 }
