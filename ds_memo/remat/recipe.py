@@ -324,9 +324,7 @@ class Observed:
         return at_0, at_1 - at_0
 
 
-def make_recipe(
-    observed: Observed, alpha: float, keeps_input: bool = True
-) -> tuple[Recipe, list[tuple[Kept, torch.Tensor]]]:
+def make_recipe(observed: Observed, alpha: float, keeps_input: bool = True) -> tuple[Recipe, list[tuple[Kept, torch.Tensor]]]:
     """Decide what is kept, and lay it out.
 
     Args:

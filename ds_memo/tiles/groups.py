@@ -4,28 +4,51 @@ A swapped layer stores its input x and attention's output o. But the input of th
 
     x(i+1) = post(x(i), o(i))     output projection, residual, norm, MLP or experts; of a layer without attention, all of it
 
-token by token, without attention. As the backward comes to the last layer of a group, the posts of the layers below run once more,
-the lowest first. Each result is stored on the host, a tile at a time, as the forward would have stored it, and is there until the
-backward of its layer is over. So each post runs once, ZeRO-3 gathers each layer once more, and what follows is the backward of any
-layer in tiles. Layers above a group have freed more host memory by then than its inputs take (ds_memo.solve.groups).
+token by token, without attention. As the backward comes to the last layer of a group, the posts of the layers below run once
+more, the lowest first. Each result is stored on the host, a tile at a time, as the forward would have stored it, and is there
+until the backward of its layer is over. So each post runs once, ZeRO-3 gathers each layer once more, and what follows is the
+backward of any layer in tiles. Layers above a group have freed more host memory by then than its inputs take
+(ds_memo.solve.groups).
 
 A layer is in a group with the one below if its input is what that has returned, and nothing has changed it since. One that is not
 stores its input.
+
+Ranks that wait for each other in layers have the same groups, by the layers' placements. So a rank that has stored an input after
+all, or runs a layer whole, takes part in what the others do there. Under ZeRO-3 it gathers the layer below. Where ranks exchange
+tensors inside the layer (shared sequences and GEMMs, experts) it runs the posts, too. At the first call these agree whether the
+input follows at all.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ds_memo.remat.layer import Layer
 from ds_memo.spans import Span
 
 if TYPE_CHECKING:
     from ds_memo.tiles.layer import TiledCall
+
+
+@dataclass
+class Member:
+    """A layer call as a member of its group, in tiles or not."""
+
+    layer: Layer
+    call: Callable[[], TiledCall | None] = lambda: None
+    """None: it runs whole, or is gone."""
+    below: Member | None = None
+    """None: it is the first of its group."""
+    done: bool = False
+    """True if what comes before its backward is done: its input is there, and other ranks do not wait."""
 
 
 class Returned(NamedTuple):
@@ -64,10 +87,15 @@ class Grouping:
     """Finds for each call of one model's layers the one below it."""
 
     def __init__(self) -> None:
+        self.latest: Member | None = None
+        """The latest call, in tiles or not."""
         self._latest: Returned | None = None
 
     def returned(self, call: TiledCall, hidden: torch.Tensor, spans: Sequence[Span], striped: bool) -> None:
-        self._latest = Returned.by(call, hidden, spans, striped)
+        self.latest, self._latest = call.member, Returned.by(call, hidden, spans, striped)
+
+    def ran_whole(self, member: Member) -> None:
+        self.latest, self._latest = member, None
 
     def below(self, hidden: torch.Tensor, spans: Sequence[Span], striped: bool) -> tuple[TiledCall | None, str]:
         """Return the call that has returned these hidden states; else None, and why they must be stored."""
@@ -77,12 +105,21 @@ class Grouping:
         return (None if why else self._latest.call()), why
 
 
-def compute_inputs(call: TiledCall) -> None:
-    """Compute and store the inputs of a call and of those below it in its group, if they are not there."""
+def compute_inputs(member: Member, gathering: Callable[[nn.Module], AbstractContextManager[None]]) -> None:
+    """Compute and store the inputs of a call and of those below it in its group, if they are not there.
+
+    Args:
+        gathering: gathers a layer.
+    """
     above = []
-    while not call.has_input:
-        assert call.below is not None
-        above.append(call)
-        call = call.below
-    for call in reversed(above):
-        call.below.run_posts_again(into=call)  # type: ignore[union-attr]
+    while member.below is not None and not member.done:
+        above.append(member)
+        member = member.below
+    for member in reversed(above):
+        call, module = member.call(), member.below.layer.module()  # type: ignore[union-attr]
+        if call is not None and call.below is not None:
+            call.below.run_posts_again(into=call)
+        elif module is not None:
+            with gathering(module):  # with the other ranks
+                pass
+        member.done = True
