@@ -6,6 +6,9 @@ A backward gathers the layers below out of turn, while ZeRO-3 gathers ahead in t
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import deepspeed
@@ -13,12 +16,18 @@ import deepspeed.comm as dist
 import pytest
 import torch
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 import ds_memo
 from ds_memo.deepspeed import gather_again
+from ds_memo.remat.gathered_params import partitioned
+from ds_memo.tiles import layer, tiling
+from ds_memo.tiles.groups import Member
 from ds_memo.tiles.layer import TiledCall
+from tests.deepspeed.test_whole_layers import counted_gathers
 from tests.distributed_harness.common import ON_CPU, DistributedTest
 from tests.faults import put_in
+from tests.inside import inside
 from tests.models import VOCAB, build
 from tests.tiles.rig import assert_within, layers_of, lora
 
@@ -78,8 +87,9 @@ def order_of(engine: Any) -> PartitionedParameterCoordinator:
     return engine.optimizer.parameter_offload.get_param_coordinator()
 
 
-def statuses(engine: Any) -> set[str]:
-    return {parameter.ds_status.name for layer in layers_of(engine.module) for parameter in layer.parameters()}
+def available(engine: Any) -> int:
+    """Return ZeRO-3's count of the numbers that it has gathered."""
+    return order_of(engine)._PartitionedParameterCoordinator__n_available_params
 
 
 def watch(patch: pytest.MonkeyPatch) -> Counter[str]:
@@ -96,24 +106,35 @@ def watch(patch: pytest.MonkeyPatch) -> Counter[str]:
     return seen
 
 
-def compare(patch: pytest.MonkeyPatch, zero: dict[str, Any], micro_batches: int = 1, **more: Any) -> Counter[str]:
-    """Train with memo and without. Return what was seen with memo."""
-    want = train(start(zero, None, micro_batches, **more), micro_batches)
+def compare(
+    patch: pytest.MonkeyPatch,
+    zero: dict[str, Any],
+    micro_batches: int = 1,
+    adapters: bool = False,
+    change: Callable[[Any], None] = lambda engine: None,
+) -> tuple[Counter[str], dict[str, Any]]:
+    """Train with memo and without. Return what was seen with memo, and its report.
+
+    Args:
+        change: of an engine with memo, before it trains.
+    """
+    stock = start(zero, None, micro_batches, adapters)
+    want, left = train(stock, micro_batches), stock.zero_optimization_stage() == 3 and available(stock)
     with patch.context() as inner:
         seen = watch(inner)
-        engine = start(zero, MEMO, micro_batches, **more)
+        engine = start(zero, MEMO, micro_batches, adapters)
+        change(engine)
         got = train(engine, micro_batches)
     report = engine.memo.report()
     assert got[0] == pytest.approx(want[0], rel=1e-6)
     assert_within(got[1], want[1], 1e-5)
-    assert report["tiles"]["not_tiled"] == {} and not report["warnings"]
-    assert seen["posts"] == 3 * STEPS * micro_batches, "layers 1, 3 and 4 compute their inputs"
     if zero["stage"] == 3:
         assert order_of(engine).is_complete_trace(), "ZeRO-3 has seen the order that it knows"
-        assert not getattr(order_of(engine), gather_again.UNDER_WAY)
+        assert not getattr(order_of(engine), gather_again.UNDER_WAY) and available(engine) == left
     engine.memo.detach()
     engine.destroy()
-    return seen
+    stock.destroy()
+    return seen, report
 
 
 class TestZero3(DistributedTest):
@@ -128,10 +149,99 @@ class TestZero3(DistributedTest):
             (AHEAD | {"overlap_comm": True}, {}, True),
             (SMALL_STAY, {"micro_batches": 2}, True),
             (OFFLOADED, {}, True),
-            (SMALL_STAY, {"adapters": True}, True),
+            (SMALL_STAY | {"stage3_prefetch_bucket_size": 15_000}, {"adapters": True}, True),
         ],
         ids=["all stays", "at once", "ahead", "small stay", "offloaded", "adapters"],
     )
     def test_same_as_without_memo(self, zero, more, waits, monkeypatch):
-        seen = compare(monkeypatch, {"stage": 3, **zero}, **more)
+        seen, report = compare(monkeypatch, {"stage": 3, **zero}, **more)
+        assert report["tiles"]["not_tiled"] == {} and not report["warnings"]
+        assert seen["posts"] == 3 * STEPS * more.get("micro_batches", 1), "layers 1, 3 and 4 compute their inputs"
         assert bool(seen[UNDER_WAY]) == waits, seen
+
+    def test_gathers(self, monkeypatch):
+        """ZeRO-3 gathers each layer for its forward and its backward. Those below are gathered once more, in between."""
+        engine = start({"stage": 3, **AT_ONCE}, MEMO)
+        train(engine, steps=3)
+        layers, again = list(layers_of(engine.module)), []
+
+        @contextmanager
+        def seen(right, module):
+            before = partitioned(module)
+            with right(module):
+                yield
+            again.append((layers.index(module), len(before), len(partitioned(module))))
+
+        put_in(monkeypatch, gather_again, "gathered", seen)
+        counts, every = counted_gathers(engine), len(list(layers[0].parameters()))
+        backward(engine, 3)
+        assert set(counts.values()) == {2}, counts
+        assert again == [(2, every, every), (3, every, every), (0, every, every)]
+
+    def test_faults_are_seen(self, monkeypatch):
+        zero = {"stage": 3, **AHEAD}
+        with monkeypatch.context() as patch, pytest.raises(RuntimeError):
+            put_in(patch, gather_again, "wait_for_parameters", lambda right, *args: None)
+            train(start(zero, MEMO))
+
+        @contextmanager
+        def all_of_it(right, module):  # also what ZeRO-3 has gathered for the layer's own turn
+            with deepspeed.zero.GatheredParameters(list(module.parameters())):
+                yield
+
+        with monkeypatch.context() as patch, pytest.raises(AssertionError):
+            put_in(patch, gather_again, "gathered", all_of_it)
+            compare(monkeypatch, zero)
+
+    def test_another_deepspeed(self, monkeypatch):
+        monkeypatch.setattr(gather_again, "UNDER_WAY", "_PartitionedParameterCoordinator__renamed")
+        engine = start({"stage": 3, **AHEAD}, MEMO)
+        with pytest.warns(ds_memo.MemoWarning, match="cannot tell which of them are under way") as warned:
+            train(engine, steps=2)
+        assert sum("under way" in str(one.message) for one in warned) == 1
+
+
+DEPARTURES = {
+    "changes an output in place": lambda layers, memo: layers[2].register_forward_hook(lambda *given: given[-1].mul_(1.0)),
+    "copies an output": lambda layers, memo: layers[3].register_forward_hook(lambda *given: given[-1].clone()),
+    "runs a layer whole that computes its input": lambda layers, memo: layers[3].mlp.register_forward_hook(lambda *given: None),
+    "runs a layer whole below": lambda layers, memo: layers[2].mlp.register_forward_hook(lambda *given: None),
+    "runs a layer whole above": lambda layers, memo: layers[4].mlp.register_forward_hook(lambda *given: None),
+    "has no room": lambda layers, memo: setattr(inside(memo).policy, "has_room", lambda nbytes, planned=True: False),
+}
+"""By what one rank does alone."""
+
+
+class TestOneRankDeparts(DistributedTest):
+    world_size = 2
+    exec_timeout = 120
+
+    @pytest.mark.parametrize("departure", DEPARTURES)
+    def test_under_zero3(self, departure, monkeypatch):
+        """The others compute their inputs."""
+
+        def change(engine: Any) -> None:
+            if dist.get_rank():
+                DEPARTURES[departure](layers_of(engine.module), engine.memo)
+
+        seen, report = compare(monkeypatch, {"stage": 3, **AHEAD}, change=change)
+        most = 3 * STEPS
+        assert seen["posts"] < most if dist.get_rank() else seen["posts"] == most
+        assert bool(report["warnings"]) == bool(dist.get_rank()), report["warnings"]
+
+    def test_control(self, monkeypatch):
+        """Without the other rank in its gathers, a rank waits, or gathers something else."""
+        _set_pg_timeout(timedelta(seconds=5), torch.distributed.group.WORLD)
+        engine = start({"stage": 3, **AT_ONCE}, MEMO)
+        if dist.get_rank():
+            DEPARTURES["copies an output"](layers_of(engine.module), engine.memo)
+
+        def alone(right: Any, member: Member, gathering: Any) -> None:
+            if (call := member.call()) is not None and call.below is not None:
+                right(member, gathering)
+
+        for module in (layer, tiling):
+            put_in(monkeypatch, module, "compute_inputs", alone)
+        with pytest.raises(RuntimeError):
+            train(engine)
+        dist.destroy_process_group()
