@@ -19,8 +19,12 @@ from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedPara
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 import ds_memo
+from ds_memo.autotune import tuner
 from ds_memo.deepspeed import gather_again
+from ds_memo.placement import PlacementKind
 from ds_memo.remat.gathered_params import partitioned
+from ds_memo.solve.placement_kinds import place
+from ds_memo.solve.solver import judged
 from ds_memo.tiles import layer, tiling
 from ds_memo.tiles.groups import Member
 from ds_memo.tiles.layer import TiledCall
@@ -63,19 +67,21 @@ def start(zero: dict[str, Any], memo: dict[str, Any] | None, micro_batches: int 
     return ds_memo.initialize(model=model, model_parameters=trained, config=config)[0]
 
 
-def backward(engine: Any, number: int) -> float:
+def backward(engine: Any, number: int, length: int = LENGTH) -> float:
     generator = torch.Generator().manual_seed(2 * number + dist.get_rank())
-    tokens = torch.randint(VOCAB, (2, LENGTH), generator=generator)
+    tokens = torch.randint(VOCAB, (2, length), generator=generator)
     loss = engine(input_ids=tokens, labels=tokens).loss
     engine.backward(loss)
     return loss.item()
 
 
-def train(engine: Any, micro_batches: int = 1, steps: int = STEPS) -> tuple[list[float], dict[str, torch.Tensor]]:
+def train(
+    engine: Any, micro_batches: int = 1, steps: int = STEPS, length: int = LENGTH
+) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Return the losses, and the gradients of the last step."""
     losses, grads = [], {}
     for number in range(steps * micro_batches):
-        losses.append(backward(engine, number))
+        losses.append(backward(engine, number, length))
         if number == steps * micro_batches - 1:
             named = [(name, parameter) for name, parameter in engine.module.named_parameters() if parameter.requires_grad]
             grads = {name: deepspeed.utils.safe_get_full_grad(parameter).clone() for name, parameter in named}
@@ -210,6 +216,48 @@ DEPARTURES = {
     "has no room": lambda layers, memo: setattr(inside(memo).policy, "has_room", lambda nbytes, planned=True: False),
 }
 """By what one rank does alone."""
+
+
+class TestBelowZero3(DistributedTest):
+    world_size = 2
+    exec_timeout = 120
+
+    @pytest.mark.parametrize("stage", [0, 1, 2])
+    def test_same_as_without_memo(self, stage, monkeypatch):
+        """Gradients of two micro-batches are summed before ranks reduce them."""
+        seen, report = compare(monkeypatch, {"stage": stage, "reduce_bucket_size": 1000}, micro_batches=2)
+        assert report["tiles"]["not_tiled"] == {} and not report["warnings"]
+        assert seen["posts"] == 6 * STEPS
+
+
+class TestSolved(DistributedTest):
+    world_size = 2
+    exec_timeout = 120
+
+    def test_ranks_that_solve_for_other_layers(self, monkeypatch):
+        """They store all inputs."""
+        solve = tuner.solve_pass
+        requests = []
+
+        def other(request, *args):
+            requests.append(request)
+            kinds = [*place(LAYERS, 0)]
+            if request.may_compute_inputs and not dist.get_rank():
+                kinds[4] = PlacementKind.SWAPPED_WITHOUT_INPUT
+            run = solve(request, *args)[1]
+            return judged(run, 0.5, tuple(kinds), "as the test wants it"), run
+
+        zero = {"stage": 3, **AHEAD}
+        memo = MEMO | {"tile_tokens": 64}
+        del memo["resident_layers"]
+        engine = start(zero, None)
+        want = train(engine, steps=2, length=128)[0]
+        engine.destroy()
+        monkeypatch.setattr(tuner, "solve_pass", other)
+        engine = start(zero, memo)
+        assert train(engine, steps=2, length=128)[0] == pytest.approx(want, rel=1e-6)
+        assert {request.may_compute_inputs for request in requests} == {False, True}
+        assert engine.memo.report()["layers_without_input"] == [] and engine.memo.report()["tiles"]["layers"]
 
 
 class TestOneRankDeparts(DistributedTest):
