@@ -94,7 +94,8 @@ class Grouping:
     def returned(self, call: TiledCall, hidden: torch.Tensor, spans: Sequence[Span], striped: bool) -> None:
         self.latest, self._latest = call.member, Returned.by(call, hidden, spans, striped)
 
-    def ran_whole(self, member: Member) -> None:
+    def ran(self, member: Member | None) -> None:
+        """Hear of a call that cannot run again in the backward of the next; None: it has no backward."""
         self.latest, self._latest = member, None
 
     def below(self, hidden: torch.Tensor, spans: Sequence[Span], striped: bool) -> tuple[TiledCall | None, str]:

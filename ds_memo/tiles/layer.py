@@ -172,7 +172,8 @@ class TiledCall:
             self.below = lower
         self._why_stored = why or why_none
         self._computes_input = not self._why_stored
-        if self.below is not None or tiled.gathers_with_others:
+        follows = below is not None and below.layer.index == tiled.layer.index - 1
+        if self.below is not None or (tiled.gathers_with_others and follows):
             self.member.below = below
 
     # ---- forward
@@ -190,6 +191,7 @@ class TiledCall:
         else:
             if torch.is_grad_enabled():  # a frozen layer: frames below it move as below any other
                 self._engine.abort(self._engine.begin(self._tiled.layer.name, self._placement))
+                self._grouping.ran(None)
             output = self.forward(hidden)
         del hidden  # before the output moves back
         output = output if self._striped is None else self._striped.leave(output)

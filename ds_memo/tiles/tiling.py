@@ -157,12 +157,14 @@ class Tiling:
     def ran_whole(self, call: LayerCall, out: Any, host: LayerHost) -> None:
         """Enter a call that ran whole in its group. Other ranks may compute its input, and gather the layer below with this."""
         member, module = Member(call.layer), call.layer.module()
-        if call.placement.kind is PlacementKind.SWAPPED_WITHOUT_INPUT and host.can_gather and agree.world_size() > 1:
-            member.below = self._grouping.latest
+        below = self._grouping.latest
+        may_follow = call.placement.kind is PlacementKind.SWAPPED_WITHOUT_INPUT and host.can_gather and agree.world_size() > 1
+        if may_follow and below is not None and below.layer.index == call.layer.index - 1:
+            member.below = below
             tensors = [tensor for tensor in tensor_leaves(out) if tensor.requires_grad]
             if tensors and module is not None and is_in_pieces(module):
                 register_multi_grad_hook(tensors, lambda gradient: compute_inputs(member, host.gathering), mode="any")
-        self._grouping.ran_whole(member)
+        self._grouping.ran(member)
 
     def _refuse(self, host: LayerHost, layer: Layer, reason: str) -> str:
         """Warn, and note the reason for the report. Nothing is left to tell then."""

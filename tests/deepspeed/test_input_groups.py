@@ -50,10 +50,14 @@ OFFLOADED = AHEAD | {"offload_param": {"device": "cpu"}, "offload_optimizer": {"
 UNDER_WAY = "waited for"
 
 
-def start(zero: dict[str, Any], memo: dict[str, Any] | None, micro_batches: int = 1, adapters: bool = False) -> Any:
+def start(
+    zero: dict[str, Any], memo: dict[str, Any] | None, micro_batches: int = 1, adapters: bool = False, frozen: int = 0
+) -> Any:
     model = build("llama", num_hidden_layers=LAYERS)
     if adapters:
         model = lora(model, 0.0, ["q_proj", "o_proj", "down_proj"])
+    for part in (model.get_input_embeddings(), *layers_of(model)[:frozen]) if frozen else ():
+        part.requires_grad_(False)
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": micro_batches,
@@ -117,6 +121,7 @@ def compare(
     zero: dict[str, Any],
     micro_batches: int = 1,
     adapters: bool = False,
+    frozen: int = 0,
     change: Callable[[Any], None] = lambda engine: None,
 ) -> tuple[Counter[str], dict[str, Any]]:
     """Train with memo and without. Return what was seen with memo, and its report.
@@ -124,11 +129,11 @@ def compare(
     Args:
         change: of an engine with memo, before it trains.
     """
-    stock = start(zero, None, micro_batches, adapters)
+    stock = start(zero, None, micro_batches, adapters, frozen)
     want, left = train(stock, micro_batches), stock.zero_optimization_stage() == 3 and available(stock)
     with patch.context() as inner:
         seen = watch(inner)
-        engine = start(zero, MEMO, micro_batches, adapters)
+        engine = start(zero, MEMO, micro_batches, adapters, frozen)
         change(engine)
         got = train(engine, micro_batches)
     report = engine.memo.report()
@@ -156,13 +161,15 @@ class TestZero3(DistributedTest):
             (SMALL_STAY, {"micro_batches": 2}, True),
             (OFFLOADED, {}, True),
             (SMALL_STAY | {"stage3_prefetch_bucket_size": 15_000}, {"adapters": True}, True),
+            (AHEAD, {"frozen": 2}, True),
         ],
-        ids=["all stays", "at once", "ahead", "small stay", "offloaded", "adapters"],
+        ids=["all stays", "at once", "ahead", "small stay", "offloaded", "adapters", "frozen"],
     )
     def test_same_as_without_memo(self, zero, more, waits, monkeypatch):
         seen, report = compare(monkeypatch, {"stage": 3, **zero}, **more)
         assert report["tiles"]["not_tiled"] == {} and not report["warnings"]
-        assert seen["posts"] == 3 * STEPS * more.get("micro_batches", 1), "layers 1, 3 and 4 compute their inputs"
+        computed = 3 - bool(more.get("frozen"))
+        assert seen["posts"] == computed * STEPS * more.get("micro_batches", 1), "layers 1, 3 and 4 compute their inputs"
         assert bool(seen[UNDER_WAY]) == waits, seen
 
     def test_gathers(self, monkeypatch):
