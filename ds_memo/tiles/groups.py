@@ -25,7 +25,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -34,8 +34,20 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ds_memo.remat.layer import Layer
 from ds_memo.spans import Span
 
-if TYPE_CHECKING:
-    from ds_memo.tiles.layer import TiledCall
+
+class TiledCall(Protocol):
+    """A call in tiles, as its group knows it."""
+
+    member: Member
+    below: Any
+    """The call whose posts the backward runs again; None: none."""
+
+    @property
+    def why_no_outputs_again(self) -> str:
+        """Why the backward must not compute what this call has returned; "": it may."""
+
+    def run_posts_again(self, into: Any) -> None:
+        """Compute what this call has returned once more, for the call above."""
 
 
 @dataclass
@@ -98,7 +110,7 @@ class Grouping:
         """Hear of a call that cannot run again in the backward of the next; None: it has no backward."""
         self.latest, self._latest = member, None
 
-    def below(self, hidden: torch.Tensor, spans: Sequence[Span], striped: bool) -> tuple[TiledCall | None, str]:
+    def below(self, hidden: torch.Tensor, spans: Sequence[Span], striped: bool) -> tuple[Any, str]:
         """Return the call that has returned these hidden states; else None, and why they must be stored."""
         if self._latest is None:
             return None, "no layer below it ran in tiles"

@@ -163,7 +163,8 @@ class TiledCall:
         lower, why = self._grouping.below(hidden, self._spans, self._striped is not None)
         why_none = tiled.agree_on_input(why)
         if not why_none:
-            lower = lower or (below and below.call())
+            if lower is None and below is not None:
+                lower = below.call()
             if lower is None or lower.why_no_outputs_again:
                 raise MemoError(
                     f"layer {tiled.layer.name}: other ranks compute its input by the layer below, in which they wait for this "
@@ -609,7 +610,7 @@ class TiledCall:
                     own = kept.detach().requires_grad_()
                 mode, x, carry = Replay(tile.call, tile.recipe.post_again), tile.hidden(), self._carry(tile)
                 with torch.enable_grad(), dropping():
-                    ran = self._runs.run(tile.span, x, carry, mode, lambda reached, own=own: own, tile.seed)
+                    ran = self._runs.run(tile.span, x, carry, mode, lambda reached, own=own: own, tile.seed)  # type: ignore[misc]
                 if into._computes_input:
                     into.take_hidden(tile.number, ran.end)
         self._engine.let_go_late_but(0)

@@ -161,7 +161,7 @@ class TestZero3(DistributedTest):
             (SMALL_STAY, {"micro_batches": 2}, True),
             (OFFLOADED, {}, True),
             (SMALL_STAY | {"stage3_prefetch_bucket_size": 15_000}, {"adapters": True}, True),
-            (AHEAD, {"frozen": 2}, True),
+            (AHEAD | {"stage3_prefetch_bucket_size": 15_000}, {"frozen": 2}, True),
         ],
         ids=["all stays", "at once", "ahead", "small stay", "offloaded", "adapters", "frozen"],
     )
