@@ -62,8 +62,8 @@ from ds_memo.tiles.weight_gradients import GradientSums
 from ds_memo.units import round_up
 
 CANNOT_GATHER = (
-    "ZeRO-3 holds its parameters, and memo cannot gather them for the layer above. Let ds_memo.initialize make the engine, with a "
-    "DeepSpeed whose PartitionedParameterCoordinator is like that of 0.19"
+    "ZeRO-3 holds its parameters, and memo cannot gather them for the layer above. Let ds_memo.initialize make the engine, with "
+    "a DeepSpeed whose PartitionedParameterCoordinator is like that of 0.19"
 )
 
 
