@@ -59,6 +59,8 @@ class Member:
     """None: it runs whole, or is gone."""
     below: Member | None = None
     """None: it is the first of its group."""
+    runs_again: bool = False
+    """True if its posts can run again in a backward. Ranks that exchange tensors in the layer are alike in that."""
     done: bool = False
     """True if what comes before its backward is done: its input is there, and other ranks do not wait."""
 
@@ -104,6 +106,7 @@ class Grouping:
         self._latest: Returned | None = None
 
     def returned(self, call: TiledCall, hidden: torch.Tensor, spans: Sequence[Span], striped: bool) -> None:
+        call.member.runs_again = not call.why_no_outputs_again
         self.latest, self._latest = call.member, Returned.by(call, hidden, spans, striped)
 
     def ran(self, member: Member | None) -> None:

@@ -161,16 +161,17 @@ class TiledCall:
             self._why_stored = CANNOT_GATHER
             return
         lower, why = self._grouping.below(hidden, self._spans, self._striped is not None)
-        why_none = tiled.agree_on_input(why)
-        if not why_none:
-            if lower is None and below is not None:
-                lower = below.call()
-            if lower is None or lower.why_no_outputs_again:
+        why_none = why
+        if tiled.exchanges and below is not None and below.runs_again:
+            why_none = tiled.agree_on_input(why)
+            lower = below.call()
+            if lower is None and not why_none:
                 raise MemoError(
                     f"layer {tiled.layer.name}: other ranks compute its input by the layer below, in which they wait for this "
-                    f"one, and it cannot ({why}). Call the layers alike on all ranks, or set memo.input_every to 1"
+                    f"one, and here that layer's graph is gone ({why}). Call the layers alike on all ranks, or set "
+                    "memo.input_every to 1"
                 )
-            self.below = lower
+        self.below = None if why_none else lower
         self._why_stored = why or why_none
         self._computes_input = not self._why_stored
         follows = below is not None and below.layer.index == tiled.layer.index - 1
