@@ -35,7 +35,7 @@ from ds_memo.remat.layer import Layer
 from ds_memo.spans import Span
 
 
-class TiledCall(Protocol):
+class CallInTiles(Protocol):
     """A call in tiles, as its group knows it."""
 
     member: Member
@@ -44,7 +44,7 @@ class TiledCall(Protocol):
 
     @property
     def why_no_outputs_again(self) -> str:
-        """Why the backward must not compute what this call has returned; "": it may."""
+        """Return why the backward must not compute what this call has returned; "": it may."""
 
     def run_posts_again(self, into: Any) -> None:
         """Compute what this call has returned once more, for the call above."""
@@ -55,7 +55,7 @@ class Member:
     """A layer call as a member of its group, in tiles or not."""
 
     layer: Layer
-    call: Callable[[], TiledCall | None] = lambda: None
+    call: Callable[[], CallInTiles | None] = lambda: None
     """None: it runs whole, or is gone."""
     below: Member | None = None
     """None: it is the first of its group."""
@@ -68,16 +68,16 @@ class Member:
 class Returned(NamedTuple):
     """What a call in tiles has returned."""
 
-    call: weakref.ref[TiledCall]
+    call: weakref.ref[CallInTiles]
     storage: StorageWeakRef
-    """Of the hidden states. Hooks of modules hand on views of them."""
+    """Memory of the hidden states. Hooks of modules hand on views of them."""
     version: int
     layout: tuple[object, ...]
     spans: Sequence[Span]
     striped: bool
 
     @classmethod
-    def by(cls, call: TiledCall, hidden: torch.Tensor, spans: Sequence[Span], striped: bool) -> Returned:
+    def by(cls, call: CallInTiles, hidden: torch.Tensor, spans: Sequence[Span], striped: bool) -> Returned:
         storage = StorageWeakRef(hidden.untyped_storage())
         return cls(weakref.ref(call), storage, hidden._version, _layout(hidden), spans, striped)
 
@@ -105,7 +105,7 @@ class Grouping:
         """The latest call, in tiles or not."""
         self._latest: Returned | None = None
 
-    def returned(self, call: TiledCall, hidden: torch.Tensor, spans: Sequence[Span], striped: bool) -> None:
+    def returned(self, call: CallInTiles, hidden: torch.Tensor, spans: Sequence[Span], striped: bool) -> None:
         call.member.runs_again = not call.why_no_outputs_again
         self.latest, self._latest = call.member, Returned.by(call, hidden, spans, striped)
 

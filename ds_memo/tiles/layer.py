@@ -587,7 +587,7 @@ class TiledCall:
 
     @property
     def why_no_outputs_again(self) -> str:
-        """Why the backward must not compute what this call has returned; "": it may."""
+        """Return why the backward must not compute what this call has returned; "": it may."""
         if not self._trains:
             return "the layer below keeps nothing"
         return "the layer below recomputes attention" if self._recomputes else ""

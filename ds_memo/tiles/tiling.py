@@ -163,7 +163,12 @@ class Tiling:
             member.below = below
             tensors = [tensor for tensor in tensor_leaves(out) if tensor.requires_grad]
             if tensors and module is not None and is_in_pieces(module):
-                register_multi_grad_hook(tensors, lambda gradient: compute_inputs(member, host.gathering), mode="any")
+
+                def backward_begins(gradient: Any) -> None:
+                    compute_inputs(member, host.gathering)
+                    member.done = False  # for another backward
+
+                register_multi_grad_hook(tensors, backward_begins, mode="any")
         self._grouping.ran(member)
 
     def _refuse(self, host: LayerHost, layer: Layer, reason: str) -> str:
