@@ -32,6 +32,7 @@ class SolveRequest(NamedTuple):
     """Bytes of the host."""
     files: int
     may_skip_recompute: bool
+    may_compute_inputs: bool = True
 
 
 def solve_pass(
@@ -69,7 +70,7 @@ def solve_pass(
         found = best(tilings)
     except NothingFits as error:
         refusal = error
-    if config.input_every is None and alpha in (None, 0.0):
+    if request.may_compute_inputs and config.input_every is None and alpha in (None, 0.0):
         found = without_recomputed_attention(found, [tiles for tiles in tilings if tiles is not None], best)
     if found is None:
         assert refusal is not None
@@ -88,7 +89,7 @@ def _tilings(request: SolveRequest, config: MemoConfig, profile: RunProfile, may
         return [None]
     tilings = profile.tilings([shape and (shape.batch, shape.length) for shape in request.shapes])
     most = groups or (tilings[0].head_groups if tilings else 1)
-    every = config.input_every or 1
+    every = (config.input_every or 1) if request.may_compute_inputs else 1
     if tokens is not None:
         return [Tiles(tokens, most, every)]
     in_tiles = [Tiles(tiles.tokens, most, every) for tiles in tilings]

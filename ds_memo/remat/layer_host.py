@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
+from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.nn.attention import SDPBackend
 
@@ -103,6 +104,7 @@ class LayerHost:
         observers: told which layer runs, in this order.
         isolated: returns a context for what is run once for a signature, and not as a part of the pass.
         part_begins: told of each part of a layer in tiles. A profile measures them.
+        gather: gathers a layer that ZeRO-3 holds in pieces inside another layer's backward; None: that cannot be done.
     """
 
     def __init__(
@@ -114,6 +116,7 @@ class LayerHost:
         observers: Sequence[LayerObserver] = (),
         isolated: Callable[[], AbstractContextManager[None]] = nullcontext,
         part_begins: Callable[[str], None] = lambda part: None,
+        gather: Callable[[nn.Module], AbstractContextManager[None]] | None = None,
     ) -> None:
         follower.library(warn)
         self.engine = engine
@@ -121,6 +124,7 @@ class LayerHost:
         self.observers = observers
         self.isolated = isolated
         self.part_begins = part_begins
+        self._gather = gather
         self.work = Work()
         self.policy = policy
         self._attention = attention
@@ -199,6 +203,17 @@ class LayerHost:
 
         if tensors := [tensor for tensor in tensor_leaves(out) if tensor.requires_grad]:
             register_multi_grad_hook(tensors, reached, mode="any")
+
+    # ---- a layer inside another one's backward
+
+    @property
+    def can_gather(self) -> bool:
+        """True if a layer that is in pieces can be gathered there."""
+        return self._gather is not None
+
+    def gathering(self, module: nn.Module) -> AbstractContextManager[None]:
+        """Return a context in which a layer is gathered, if it is in pieces."""
+        return nullcontext() if self._gather is None else self._gather(module)
 
     # ---- warnings
 

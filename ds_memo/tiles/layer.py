@@ -20,6 +20,7 @@ are one stretch (ds_memo.sequence.striped). Hidden states and other arguments of
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -31,7 +32,6 @@ from ds_memo.errors import MemoError
 from ds_memo.placement import FULL_RECOMPUTE, Placement, PlacementKind
 from ds_memo.remat.autocast import autocast_as, autocast_now
 from ds_memo.remat.call import Call
-from ds_memo.remat.gathered_params import gathered
 from ds_memo.remat.inputs import DeviceInput
 from ds_memo.remat.layer_call import CannotTile
 from ds_memo.remat.layer_host import LayerHost, Way
@@ -52,7 +52,7 @@ from ds_memo.tiles.attention import TiledAttention
 from ds_memo.tiles.attention_call import AttentionCall, Gathered
 from ds_memo.tiles.gradient_owner import is_owned
 from ds_memo.tiles.graph import refuse_other_gradients
-from ds_memo.tiles.groups import Grouping, compute_inputs
+from ds_memo.tiles.groups import Grouping, Member, compute_inputs
 from ds_memo.tiles.modes import LeftRecipe, RecordPost, RecordPre, ReplayPost
 from ds_memo.tiles.probe_result import by_arrival
 from ds_memo.tiles.recipes import SizeRecipes, TiledLayer
@@ -60,6 +60,11 @@ from ds_memo.tiles.slices import Arguments, fill, new_whole, parts
 from ds_memo.tiles.tile_runs import Gradients, Tile, TileRuns
 from ds_memo.tiles.weight_gradients import GradientSums
 from ds_memo.units import round_up
+
+CANNOT_GATHER = (
+    "ZeRO-3 holds its parameters, and memo cannot gather them for the layer above. Let ds_memo.initialize make the engine, with "
+    "a DeepSpeed whose PartitionedParameterCoordinator is like that of 0.19"
+)
 
 
 class TiledCall:
@@ -111,13 +116,18 @@ class TiledCall:
         """False: no backward will come, and nothing is kept."""
         if not self._trains:
             placement, self._parameters = replace(FULL_RECOMPUTE, tiles=placement.tiles), []
+        self.member = Member(tiled.layer, weakref.ref(self))
         self.below: Any = None
-        """The call of which the backward computes the hidden states; None: they are stored."""
+        """The call whose posts the backward runs again; None: none."""
+        self._computes_input = False
+        """True if it computes the hidden states by them; else they are stored."""
+        self.input_changed: torch.Tensor | None = None
+        """True, on the device, if they are not what the call below has returned."""
         self._why_stored = ""
         """Why they are, though the placement has it otherwise."""
         if placement.kind is PlacementKind.SWAPPED_WITHOUT_INPUT:
-            self.below, self._why_stored = grouping.below(hidden, spans, self._striped is not None)
-            if self.below is None:
+            self._enter_group(hidden)
+            if not self._computes_input:
                 placement = replace(placement, kind=PlacementKind.SWAPPED)
             else:
                 self.input_changed = grouping.changed(hidden)
@@ -144,6 +154,34 @@ class TiledCall:
         """Attention's result where it stays on the device: the tiles' frames hold parts of it."""
         self._result_dtype: torch.dtype | None = None
 
+    def _enter_group(self, hidden: torch.Tensor) -> None:
+        """Find the call below, and whether the hidden states are computed by it. Ranks that wait for this one do the same.
+
+        Raises:
+            MemoError: other ranks run posts with this one, and it cannot.
+        """
+        tiled, below = self._tiled, self._grouping.latest
+        if tiled.in_pieces and not self._host.can_gather:
+            self._why_stored = CANNOT_GATHER
+            return
+        lower, why = self._grouping.below(hidden, self._spans, self._striped is not None)
+        why_none = why
+        if tiled.exchanges and below is not None and below.runs_again:
+            why_none = tiled.agree_on_input(why)
+            lower = below.call()
+            if lower is None and not why_none:
+                raise MemoError(
+                    f"layer {tiled.layer.name}: other ranks compute its input by the layer below, in which they wait for this "
+                    f"one, and here that layer's graph is gone ({why}). Call the layers alike on all ranks, or set "
+                    "memo.input_every to 1"
+                )
+        self.below = None if why_none else lower
+        self._why_stored = why or why_none
+        self._computes_input = not self._why_stored
+        follows = below is not None and below.layer.index == tiled.layer.index - 1
+        if self.below is not None or (tiled.gathers_with_others and follows):
+            self.member.below = below
+
     # ---- forward
 
     def run(self) -> Any:
@@ -159,6 +197,7 @@ class TiledCall:
         else:
             if torch.is_grad_enabled():  # a frozen layer: frames below it move as below any other
                 self._engine.abort(self._engine.begin(self._tiled.layer.name, self._placement))
+                self._grouping.ran(None)
             output = self.forward(hidden)
         del hidden  # before the output moves back
         output = output if self._striped is None else self._striped.leave(output)
@@ -200,13 +239,13 @@ class TiledCall:
             if kind in found:
                 continue
             modes = self._trains, torch.is_inference_mode_enabled(), module.training, self._autocast
-            key = kind, hidden.dtype, trained, modes, self.below is None
+            key = kind, hidden.dtype, trained, modes, self._computes_input
             recipes = self._tiled.recipes.get(key)
             if recipes is None:
                 with self._host.isolated(), self._grads():
                     self._host.work.analysed += 1
                     call = Call(self._host, None)
-                    recipes = self._runs.analyse(module, call, hidden, self._spans[0], span, self.below is None)
+                    recipes = self._runs.analyse(module, call, hidden, self._spans[0], span, not self._computes_input)
                 remember(self._tiled.recipes, key, recipes)
             found[kind] = recipes
         return found
@@ -245,8 +284,11 @@ class TiledCall:
             remember(self._tiled.alphas, key, self._placement.decided_alpha)
         if not planned:
             self._host.warn_of(self._tiled.layer, f"it stores its input, which was to be computed again: {self._why_stored}.")
-        if self._placement.kind.on_device and self.below is not None:
-            self.below = None
+        if self._placement.kind.on_device and self._computes_input:
+            self._computes_input, self.input_changed = False, None
+            if not self._tiled.exchanges:
+                self.below = None
+                self.member.below = self.member.below if self._tiled.gathers_with_others else None
             self._recipes = self._find_recipes(hidden)
 
     def _bytes_of_attention(self, hidden: torch.Tensor) -> int:
@@ -313,7 +355,7 @@ class TiledCall:
         if frame is not None:
             frame.ahead = True
             self._engine.adopt(frame, recipe.layout)
-            for kept, tensor in list(zip(recipe.inputs, [x, *carry], strict=False))[self.below is not None :]:
+            for kept, tensor in list(zip(recipe.inputs, [x, *carry], strict=False))[self._computes_input :]:
                 self._engine.keep(frame, kept, tensor)
             self._host.work.gemm_flops += recipe.gemm_flops
         if packed:
@@ -420,9 +462,9 @@ class TiledCall:
         for given in self._device_inputs:
             given.check()
         self._host.replay_begins(self._tiled.layer)
-        if not self.has_input:
+        if self.member.below is not None and not self.member.done:
             self._host.part_begins("inputs")  # their seconds are those of other layers
-            compute_inputs(self)
+            compute_inputs(self.member, self._host.gathering)
         with stacks_restored(), Undoing(self._drop_input), self._as_in_forward() as aliases:
             sums, d_inputs = GradientSums(aliases), self._arguments.new_gradients()
             try:
@@ -550,25 +592,18 @@ class TiledCall:
     # ---- the layer above, if it has not stored its input
 
     @property
-    def name(self) -> str:
-        return self._tiled.layer.name
-
-    @property
-    def has_input(self) -> bool:
-        """True if the tiles' hidden states can be read: they were stored, in the forward or since."""
-        return self.below is None or all(tile.recipe.inputs[0].index in tile.call.frame.stored for tile in self._tiles)
-
-    @property
     def why_no_outputs_again(self) -> str:
-        """Why the backward must not compute what this call has returned; "": it may."""
+        """Return why the backward must not compute what this call has returned; "": it may."""
+        if not self._trains:
+            return "the layer below keeps nothing"
         return "the layer below recomputes attention" if self._recomputes else ""
 
     def run_posts_again(self, into: TiledCall) -> None:
-        """Compute what this call has returned once more, and store it as the hidden states of the call above."""
+        """Compute what this call has returned once more, and store it as the hidden states of the call above, unless that has."""
         attention, result = self._attention, None
         for given in self._device_inputs:
             given.check()
-        with gathered(self._tiled.module), self._as_in_forward():  # aliases are of what was gathered
+        with self._host.gathering(self._tiled.module), self._as_in_forward():
             if attention is not None and not self._keeps_result:
                 leaves = self._new_gathered()
                 self._pre_again(leaves)
@@ -586,7 +621,8 @@ class TiledCall:
                 mode, x, carry = Replay(tile.call, tile.recipe.post_again), tile.hidden(), self._carry(tile)
                 with torch.enable_grad(), dropping():
                     ran = self._runs.run(tile.span, x, carry, mode, lambda reached, own=own: own, tile.seed)  # type: ignore[misc]
-                into.take_hidden(tile.number, ran.end)
+                if into._computes_input:
+                    into.take_hidden(tile.number, ran.end)
                 del own, x, carry, ran  # before the next tile is reloaded
         self._engine.let_go_late_but(0)
 
@@ -596,6 +632,7 @@ class TiledCall:
         self._engine.keep_late(tile.call.frame, tile.recipe.inputs[0], hidden)
 
     def _drop_input(self) -> None:
+        self.member.done = False
         for tile in self._tiles:
             self._engine.drop_late(tile.call.frame)
 
