@@ -38,9 +38,7 @@ from ds_memo.remat.layer_host import LayerHost, Way
 from ds_memo.remat.tensors import tensor_leaves
 
 HOOKS = "is called under saved-tensor hooks (activation offloading), which would move the handle of its frame"
-TILES = (
-    "{}: layers in tiles run part by part, which torch.compile does not know; leave the key out, or leave layers uncompiled"
-)
+TILES = "{}: layers in tiles run part by part, which torch.compile does not know; leave the key out, or leave layers uncompiled"
 
 
 class CompiledLayers:

@@ -124,8 +124,8 @@ class ThreadStreams:
         to, whence = dst.data_ptr(), src.data_ptr()
         if not (to and whence):
             raise MemoError(
-                f"a copy between {dst.device} and {src.device}, where a tensor has no memory (a wrapper, a fake): leave its layer "
-                "out of memo.layers"
+                f"a copy between {dst.device} and {src.device}, where a tensor has no memory (a wrapper, a fake): leave its "
+                "layer out of memo.layers"
             )
         # torch.jit.trace has tensors for numbers.
         self._copies[stream].append((dst, src, int(nbytes), int(to + dst_at), int(whence + src_at)))
