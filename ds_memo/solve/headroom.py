@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -34,20 +35,18 @@ def without_recomputed_attention(
     """
     if not tilings or (found is not None and not any(kind.recomputes_attention for kind in found[1].kinds)):
         return found
-    grouped: tuple[RunCosts, Solution] | None = None
+    grouped: list[tuple[RunCosts, Solution]] = []
     for every in reversed(INPUT_EVERY):
-        if grouped is not None and grouped[0].tiles is not None:
-            tilings = [grouped[0].tiles]
+        if grouped and grouped[0][0].tiles is not None:
+            tilings = [grouped[0][0].tiles]
         try:
-            shorter = best([tiles._replace(input_every=every) for tiles in tilings])
+            grouped.append(best([tiles._replace(input_every=every) for tiles in tilings]))
         except NothingFits:
             break
-        if grouped is not None and shorter[1].step_s > grouped[1].step_s * (1 + _SHORTER):
-            break
-        grouped = shorter
-    if grouped is None or (found is not None and grouped[1].step_s > found[1].step_s * (1 - _SHORTER)):
+    least_s = min((solution.step_s for _, solution in grouped), default=math.inf)
+    if not grouped or (found is not None and least_s > found[1].step_s * (1 - _SHORTER)):
         return found
-    return grouped
+    return next(one for one in reversed(grouped) if one[1].step_s <= least_s * (1 + _SHORTER))
 
 
 def shortest(

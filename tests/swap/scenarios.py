@@ -19,7 +19,7 @@ from tests.swap.rig import gradients
 Story = Callable[[Session, torch.nn.Module, list[torch.Tensor]], dict[str, torch.Tensor]]
 LENGTH, HIDDEN = 24, 16
 TILES = 4
-"""Of a batch, of 16 tokens at most."""
+"""In a batch; each has 16 tokens at most."""
 
 
 def batches() -> list[torch.Tensor]:
