@@ -28,10 +28,10 @@ config = {
 }
 shape = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
 deepspeed.init_distributed()
+torch.set_default_dtype(torch.bfloat16)  # in float32 the weights alone would fill the card
 with torch.device("cuda"):
-    model = LlamaForCausalLM(
-        LlamaConfig(vocab_size=128256, num_hidden_layers=32, max_position_embeddings=length, dtype="bfloat16", **shape)
-    )
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=128256, num_hidden_layers=32, max_position_embeddings=length, **shape))
+    torch.set_default_dtype(torch.float32)  # adapters'
     model = get_peft_model(model, LoraConfig(r=32, lora_alpha=32, target_modules=PRODUCTS))
 model.enable_input_require_grads()
 trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
