@@ -33,6 +33,17 @@ class SolveRequest(NamedTuple):
     files: int
     may_skip_recompute: bool
     may_compute_inputs: bool = True
+    must_store: frozenset[int] = frozenset()
+    """Indices of the layers that store their input, whatever is solved."""
+
+    def follows(self, called: Sequence[int]) -> tuple[bool, ...]:
+        """Return for each layer that is called if its input may be computed from the layer below.
+
+        Args:
+            called: indices of these layers.
+        """
+        below = (None, *called)
+        return tuple(last == index - 1 and index not in self.must_store for last, index in zip(below, called, strict=False))
 
 
 def solve_pass(

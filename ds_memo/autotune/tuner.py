@@ -94,7 +94,7 @@ class Tuner:
         self._warn = warn
         self._has_engine = has_engine
         self._gather_whole = gather_whole
-        self._streams = remat.engine.streams
+        self._streams, self._layer_host = remat.engine.streams, remat.host
         host, device = remat.engine.slab.budget, remat.engine.device
         self._profiling = Profiling(config, host, device, warn)
         self._probe = Probe(remat, before_probe)
@@ -220,7 +220,8 @@ class Tuner:
         """Solve with no host memory if earlier forwards hold it: this one was not foreseen, or they were longer."""
         if not any(shapes):
             return None
-        request = SolveRequest(shapes, start.in_flight, start.reservation, start.files, skip, compute_inputs)
+        must_store = frozenset(self._layer_host.must_store)
+        request = SolveRequest(shapes, start.in_flight, start.reservation, start.files, skip, compute_inputs, must_store)
         solution = self._remembered(request, start.share)
         end = start.earlier + start.calls // start.forwards
         if start.earlier and solution.host_bytes(start.earlier, end) > start.left:
@@ -254,6 +255,7 @@ class Tuner:
 
         def costs(tiles: Tiles | None) -> RunCosts:
             run = self._budgets.costs(profile, shapes, request.in_flight, request.host, tiles)
+            run = replace(run, follows=request.follows(profile.called(shapes)) * request.in_flight.calls)
             for part in self._parts:
                 run = part.correct(run)
             return run if run.nvme is None else replace(run, nvme=replace(run.nvme, budget=request.files))
@@ -363,7 +365,8 @@ class Tuner:
         if passed is None:
             return
         before, run = passed.solution, passed.run
-        request = SolveRequest(passed.shapes, self._in_flight, run.host_budget, run.nvme.budget if run.nvme else 0, True)
+        files, must_store = run.nvme.budget if run.nvme else 0, frozenset(self._layer_host.must_store)
+        request = SolveRequest(passed.shapes, self._in_flight, run.host_budget, files, True, must_store=must_store)
         after = self._solve(request, alpha).solution
         if after.alpha != before.alpha:
             changed = "lowered" if after.alpha < before.alpha else "raised"

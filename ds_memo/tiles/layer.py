@@ -278,11 +278,13 @@ class TiledCall:
             asked = replace(asked, alpha=self._tiled.alphas[key])
         else:
             sizes = sum(recomputed) + of_attention, sum(stored) - sum(recomputed)
-        planned = not self._why_stored
+        if self._why_stored:
+            self._host.must_store.add(self._tiled.layer.index)
+        planned = not self._host.must_store  # else calls behind it may find less than what was solved for
         self._placement = self._host.admit(self._tiled.layer, asked, Way.TILED, host_bytes, sizes, planned)
         if self._placement.kind is asked.kind:
             remember(self._tiled.alphas, key, self._placement.decided_alpha)
-        if not planned:
+        if self._why_stored:
             self._host.warn_of(self._tiled.layer, f"it stores its input, which was to be computed again: {self._why_stored}.")
         if self._placement.kind.on_device and self._computes_input:
             self._computes_input, self.input_changed = False, None
