@@ -130,7 +130,7 @@ class LayerHost:
         self._attention = attention
         self._sdpa = SDPA.get(attention)
         self.must_store: set[int] = set()
-        """Indices of layers of which a call has not followed the layer below. Later passes are solved with their inputs stored."""
+        """Indices of layers of which a call has not followed the layer below: later passes store their inputs."""
         self.attention_kernels: dict[str, str] = {}
         """Kernels of the layers' attention as far as PyTorch or the model took them, and why."""
         self._warned: set[tuple[type | None, str]] = set()
