@@ -137,6 +137,11 @@ class MemoConfig(_Section):
     heads. Where ranks trade heads (Ulysses) forward and backward run so, and it divides a rank's heads. Absent: solved; 1 if
     alpha and resident_layers are given."""
 
+    input_every: int | None = Field(None, ge=1, le=MOST_LAYERS, strict=True)
+    """Layers in a row, at most, of which the first alone stores its input on the host; the backward computes the others' from it.
+    Such layers run in tiles, or in one tile. 1: every layer stores its input. Absent: solved; 1 if alpha and resident_layers are
+    given."""
+
     ulysses_size: int | None = Field(None, ge=1, le=MOST_LAYERS, strict=True)
     """Number of ranks that trade heads, of those that share a sequence ("sequence_parallel_size"); what is left is a ring.
     Absent: chosen."""
@@ -174,10 +179,15 @@ class MemoConfig(_Section):
         return value
 
     @property
+    def groups_inputs(self) -> bool:
+        """True if the section has layers compute their inputs."""
+        return (self.input_every or 1) > 1 and self.ablation is None and self.tile_tokens != 0
+
+    @property
     def may_tile(self) -> bool:
         """True if layers may run in tiles: as configured, or because that is left open."""
         given = self.ablation is not None or (self.alpha is not None and self.resident_layers is not None)
-        return bool(self.tile_tokens) or (self.tile_tokens is None and not given)
+        return bool(self.tile_tokens) or (self.tile_tokens is None and (self.groups_inputs or not given))
 
 
 def memo_config(section: Mapping[str, Any] | MemoConfig) -> MemoConfig:
@@ -200,6 +210,12 @@ def memo_config(section: Mapping[str, Any] | MemoConfig) -> MemoConfig:
     if config.ablation is not None and config.alpha is not None:
         raise MemoConfigError(
             f'memo.ablation: got "{config.ablation}" beside memo.alpha, which it decides; remove one of the two'
+        )
+    if (config.input_every or 1) > 1 and (config.tile_tokens == 0 or config.ablation is not None):
+        other = "memo.tile_tokens 0" if config.tile_tokens == 0 else f'memo.ablation "{config.ablation}"'
+        raise MemoConfigError(
+            f"memo.input_every: got {config.input_every} beside {other}; layers whose inputs are computed again run in tiles: "
+            "remove one of the two"
         )
     return config
 
@@ -235,6 +251,7 @@ _ALLOWED = {
     "device_memory_gib": f"a number of GiB above 0, at most {MOST_GIB:,} (leave the key out to use what is free)",
     "tile_tokens": f"a whole number from 0 to {MOST_TOKENS:,} (0: layers run whole; leave the key out to have it solved)",
     "head_groups": f"a divisor of the (local) key-value heads, from 1 to {MOST_LAYERS:,} (leave the key out to have it solved)",
+    "input_every": f"a whole number from 1 to {MOST_LAYERS:,} (leave the key out to have it solved)",
     "ulysses_size": f"a divisor of sequence_parallel_size, at most {MOST_LAYERS:,} (leave the key out to have it chosen)",
     "ablation": '"full_recompute" or "full_swap" (leave the key out for memo itself)',
     "attention": '"cudnn", "flash", "flash_attn_2", "flash_attn_3", "flash_attn_4" or "eager" (leave out for the best available)',

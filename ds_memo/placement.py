@@ -31,13 +31,16 @@ class PlacementKind(IntEnum):
     """Whole tensors and a share alpha of the GEMM outputs' rows go to the host; the other rows are recomputed."""
     SWAPPED_ATTENTION_RECOMPUTED = 1
     """The same without the attention output. The frame takes no device memory before its backward: no reload ahead of it."""
-    GEMMS_RECOMPUTED = 2
+    SWAPPED_WITHOUT_INPUT = 2
+    """As SWAPPED, in tiles, but the input is not stored: the backward computes it from the layer below, whose attention output is
+    there (ds_memo.tiles.groups)."""
+    GEMMS_RECOMPUTED = 3
     """On the device, without GEMM outputs."""
-    FULL_RECOMPUTE = 3
+    FULL_RECOMPUTE = 4
     """As torch.utils.checkpoint: the input stays on the device, GEMM and attention outputs are recomputed."""
-    ON_DEVICE = 4
+    ON_DEVICE = 5
     """A resident layer: every kept tensor stays on the device."""
-    NO_RECOMPUTE = 5
+    NO_RECOMPUTE = 6
     """Not checkpointed: autograd saves its own tensors, nothing is computed again."""
 
     @property
@@ -62,6 +65,8 @@ class Tiles(NamedTuple):
     """Tokens of a tile, at most, of the flattened batch."""
     head_groups: int = 1
     """Groups of heads that attention's backward runs for, one after another; under Ulysses its forward, too."""
+    input_every: int = 1
+    """Layers in a row, at most, of which the first alone stores its input. Above 1 a layer may have one tile."""
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,9 @@ ROOT = Path(__file__).parents[2]
 SOLVED = {
     "llama8b 16/64": 204_800,
     "llama8b 24/115": 360_448,
-    "llama8b 24/16": 278_528,
-    "llama8b 40/64": 524_288,
-    "gpt7b 20/48": 212_992,
+    "llama8b 24/16": 294_912,
+    "llama8b 40/64": 622_592,
+    "gpt7b 20/48": 245_760,
 }
 """Width, GiB of the device and of the host; the tokens that ds_memo is to train with nothing set."""
 HYBRIDS = ("qwen3next 16/64", "nemotronh 16/64", "qwen3next 24/115", "nemotronh 24/115")

@@ -20,6 +20,7 @@ from benchmarks.results import markdown
 from ds_memo.attention_kernel import NAMES
 from ds_memo.estimate.estimate import estimate
 from ds_memo.estimate.question import OK, Estimate, Question
+from ds_memo.placement import PlacementKind
 from ds_memo.units import GIB
 
 QUARTER = 1 << 18
@@ -71,7 +72,7 @@ def host_parts(found: Estimate) -> dict[str, float]:
     assert found.run is not None
     stored = [pair for pair in zip(found.run.layers, found.placements, strict=True) if not pair[1].kind.on_device]
     parts = {
-        "hidden states": sum(layer.nbytes("input") for layer, _ in stored),
+        "hidden states": sum(layer.nbytes("input") for layer, of in stored if of.kind is not PlacementKind.SWAPPED_WITHOUT_INPUT),
         "attention's outputs": sum(layer.attention_bytes for layer, of in stored if not of.kind.recomputes_attention),
     }
     parts["GEMM outputs"] = sum(layer.host_bytes(of) for layer, of in stored) - sum(parts.values())
@@ -87,6 +88,7 @@ def row(name: str, found: Estimate | None) -> dict[str, Any]:
         "tokens": tokens,
         "steps": [step(found, *how) for how in KERNELS],
         "attention_recomputed": found.placed["attention_recomputed"],
+        "input_computed": found.placed["input_computed"],
         "on_device": found.placed["on_device"] + found.placed["without_gemms"],
         "device_gib": found.device_total / GIB,
         "host_gib": found.host_bytes / GIB,
@@ -115,7 +117,7 @@ def cells(found: dict[str, Any]) -> tuple[str, ...]:
     sizes = ", ".join(f"{found[f'{place}_gib']:,.0f}" for place in ("device", "host", "nvme"))
     stored = ", ".join(f"{gib:,.0f}" for gib in found["stored_gib"].values())
     steps = [f"{of['ds_memo_s']:,.0f}, {of['checkpointed_s']:,.0f} ({NAMES[of['kernel']]})" for of in found["steps"]]
-    steps.append(f"{found['attention_recomputed']} of 32")
+    steps += [f"{found[what]} of 32" for what in ("attention_recomputed", "input_computed")]
     where = (str(found["on_device"]), sizes, f"{found['host_budget_gib']:,.0f}", stored)
     return (found["name"], f"{found['tokens'] / 2**20:.4g} Mi", *steps, *where)
 
@@ -130,7 +132,7 @@ def main(out: str | None = None) -> None:
     rows.append(row("larger host, UPipe's length, attention once", smallest_host(asked)))
     print("Estimated, not measured; h100.json's rates, 2,048 GiB of host memory, drives of 15,000 GiB and 48 GB/s")
     head = ("ds_memo", "tokens", "step s, checkpointed: with FlashAttention-3", "PyTorch's choice", "in a ring of two")
-    head += ("layers that recompute attention", "that stay on the device")
+    head += ("layers that recompute attention", "that compute their input", "that stay on the device")
     head += ("device, host, drives GiB", "host's budget", "stored: hidden states, attention's outputs, GEMM outputs")
     print(*markdown(head, map(cells, rows)), sep="\n")
     if out:

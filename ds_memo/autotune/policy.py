@@ -8,15 +8,16 @@ without profile  where none can be made: two resident layers, and as much alpha 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
 
 from ds_memo.autotune.pass_solution import PassSolution
 from ds_memo.autotune.pending_calls import CallsInFlight
-from ds_memo.config import MemoConfig
+from ds_memo.config import MOST_TOKENS, MemoConfig
 from ds_memo.errors import MemoError
 from ds_memo.placement import FULL_RECOMPUTE, ON_DEVICE, SWAPPED, UNDECIDED, Placement, PlacementKind, Tiles, spread
 from ds_memo.remat.layer import Layer
+from ds_memo.solve.groups import without_inputs
 from ds_memo.solve.refusals import host_too_small
 from ds_memo.solve.solver import alpha_for_host
 from ds_memo.swap.host_budget import HostBudget
@@ -72,9 +73,14 @@ class PlacementPolicy:
         """True if nothing is left open."""
         if self.fixed:
             host.needs = 0
-        tiles = Tiles(config.tile_tokens, config.head_groups or 1) if config.tile_tokens else None
+        tiles = None
+        if config.tile_tokens or config.groups_inputs:
+            tiles = Tiles(config.tile_tokens or MOST_TOKENS, config.head_groups or 1, config.input_every or 1)
         self._on_device = replace(ON_DEVICE, tiles=tiles)
         self._swapped = replace(SWAPPED, alpha=UNDECIDED if config.alpha is None else config.alpha, tiles=tiles)
+        self._without_input = replace(self._swapped, kind=PlacementKind.SWAPPED_WITHOUT_INPUT)
+        self._inputs_follow: Set[int] = frozenset()
+        """Indices of the layers whose inputs the backward computes, as configured."""
         self.pass_solution: PassSolution | None = None
         """The tuner's, for the running pass."""
         self.kinds = self._configured()
@@ -152,7 +158,8 @@ class PlacementPolicy:
             return FULL_RECOMPUTE
         if self._is_resident(layer):
             return self._on_device
-        return replace(self._swapped, nvme=True) if layer.index < self._first_on_host else self._swapped
+        swapped = self._without_input if layer.index in self._inputs_follow else self._swapped
+        return replace(swapped, nvme=True) if layer.index < self._first_on_host else swapped
 
     def _solved(self, solution: PassSolution, layer: Layer) -> Placement:
         if layer.index >= solution.layers:
@@ -193,7 +200,8 @@ class PlacementPolicy:
             fits = alpha_for_host(budget, swapped, whole_bytes, split_bytes)
             alpha = least = placement.decided_alpha
             reason = "as configured"
-        if fits < least:
+        stores_more = placement.kind is PlacementKind.SWAPPED and self._inputs_follow  # than most others
+        if fits < least and not stores_more:
             need = swapped * (whole_bytes + least * split_bytes)
             raise MemoError(host_too_small(f"{swapped} swapped layers like {layer.name}", need, least, budget, fits))
         used = swapped * (whole_bytes + alpha * split_bytes)
@@ -208,13 +216,13 @@ class PlacementPolicy:
         self.alpha_used = alpha
         return replace(placement, alpha=alpha)
 
-    def has_room(self, nbytes: int) -> bool:
+    def has_room(self, nbytes: int, planned: bool = True) -> bool:
         """Return True if a layer call may take so many bytes of the host, or if the allocation is to raise.
 
         A model that is solved for has reserved them for the pass, and only the system can refuse them. Where not even an empty
         host holds what is configured, the allocation raises.
         """
-        needs, fixed = self._host.needs, self.fixed
+        needs, fixed = self._host.needs, self.fixed or not planned
         if not nbytes or (needs is not None and needs > self._host.share):
             return True
         if self._refused and nbytes >= self._refused[0] and self._host.pool.used == self._refused[1]:
@@ -247,4 +255,13 @@ class PlacementPolicy:
 
     def _configured(self) -> dict[int, PlacementKind]:
         wanted = 0 if self._config.ablation == "full_recompute" else self._config.resident_layers
-        return dict.fromkeys(spread(len(self._layers), RESIDENTS if wanted is None else wanted), PlacementKind.ON_DEVICE)
+        kinds = dict.fromkeys(spread(len(self._layers), RESIDENTS if wanted is None else wanted), PlacementKind.ON_DEVICE)
+        if not self._config.groups_inputs:
+            return kinds
+        n = len(self._layers)
+        listed = [kinds.get(index, PlacementKind.SWAPPED) for index in range(n)]
+        every = self._config.input_every or 1
+        grouped = without_inputs(listed, every, [index > 0 for index in range(n)], [1] * n, [2] * n)
+        alone = {index: kind for index, kind in enumerate(grouped) if kind is PlacementKind.SWAPPED_WITHOUT_INPUT}
+        self._inputs_follow = alone.keys()
+        return kinds | alone

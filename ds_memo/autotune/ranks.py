@@ -1,7 +1,7 @@
 """Agreement of ranks on a pass: what it starts from, and what all must do alike because they wait for each other in layers.
 
 ranks that share sequences (Ulysses) or GEMMs (AutoTP)         solve from the same numbers, and plan addresses alike
-ranks that meet in layers (ZeRO-3's pieces, experts)           probe, skip recompute and gather layers for tiles alike
+ranks that meet in layers (ZeRO-3's pieces, experts)           probe, skip recompute, compute inputs, gather for tiles alike
 others                                                         need not talk
 """
 
@@ -49,6 +49,9 @@ class Vote(NamedTuple):
     digest: int
     """Digest of the layers without recompute."""
     minus_digest: int
+    inputs: int
+    """Digest of the layers whose inputs are computed."""
+    minus_inputs: int
     refused: int
     in_tiles: int
 
@@ -56,6 +59,11 @@ class Vote(NamedTuple):
     def differs(self) -> bool:
         """True if ranks would recompute other layers."""
         return self.digest != -self.minus_digest
+
+    @property
+    def inputs_differ(self) -> bool:
+        """True if ranks would compute the inputs of other layers, and gather others before these."""
+        return self.inputs != -self.minus_inputs
 
 
 class Ranks:
@@ -82,8 +90,9 @@ class Ranks:
 
     def vote(self, probes: bool, solution: PassSolution | None, refused: bool) -> Vote:
         """Return the vote of the ranks that meet in layers, which call this together, or of this rank."""
-        digest = _digest(solution)
-        local = Vote(probes, digest, -digest, refused, solution is not None and solution.run.tiles is not None)
+        skipping, inputs = (_digest(solution, kind) for kind in (PlacementKind.NO_RECOMPUTE, PlacementKind.SWAPPED_WITHOUT_INPUT))
+        in_tiles = solution is not None and solution.run.tiles is not None
+        local = Vote(probes, skipping, -skipping, inputs, -inputs, refused, in_tiles)
         return Vote(*agree.greatest(local)) if self.meet else local
 
     def refuse(self, refusal: NothingFits | None) -> NoReturn:
@@ -98,12 +107,12 @@ class Ranks:
         raise NothingFits(f"rank {rank}: {message}", *numbers)
 
 
-def _digest(solution: PassSolution | None) -> int:
-    """Return a number for the layers without recompute.
+def _digest(solution: PassSolution | None, wanted: PlacementKind) -> int:
+    """Return a number for the layers with placements of a kind.
 
     Ranks that solve for other layers (a tower that only some call) may have as many of them and not the same.
     """
     if solution is None:
         return 0
-    skipping = sorted(call for call, kind in solution.kinds.items() if kind is PlacementKind.NO_RECOMPUTE)
-    return zlib.crc32(repr(skipping).encode()) >> 1  # fits int32, with either sign
+    calls = sorted(call for call, kind in solution.kinds.items() if kind is wanted)
+    return zlib.crc32(repr(calls).encode()) >> 1 if calls else 0  # fits int32, with either sign

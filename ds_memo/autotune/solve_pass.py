@@ -13,7 +13,8 @@ from ds_memo.config import MemoConfig
 from ds_memo.placement import Tiles
 from ds_memo.profile.run_profile import RunProfile
 from ds_memo.shapes import HiddenShapes
-from ds_memo.solve.headroom import shortest
+from ds_memo.solve.headroom import shortest, without_recomputed_attention
+from ds_memo.solve.refusals import NothingFits
 from ds_memo.solve.run_costs import RunCosts
 from ds_memo.solve.solution import Solution
 from ds_memo.units import GIB
@@ -31,6 +32,18 @@ class SolveRequest(NamedTuple):
     """Bytes of the host."""
     files: int
     may_skip_recompute: bool
+    may_compute_inputs: bool = True
+    must_store: frozenset[int] = frozenset()
+    """Indices of the layers that store their input, whatever is solved."""
+
+    def follows(self, called: Sequence[int]) -> tuple[bool, ...]:
+        """Return for each layer that is called if its input may be computed from the layer below.
+
+        Args:
+            called: indices of these layers.
+        """
+        below = (None, *called)
+        return tuple(last == index - 1 and index not in self.must_store for last, index in zip(below, called, strict=False))
 
 
 def solve_pass(
@@ -62,7 +75,18 @@ def solve_pass(
         skips = request.may_skip_recompute
         return shortest([*map(costs, tilings)], layers_alone, alpha, config.resident_layers, skips, unplanned_overhead)
 
-    run, solution = best(_tilings(request, config, profile, may_tile))
+    tilings = _tilings(request, config, profile, may_tile)
+    found = refusal = None
+    try:
+        found = best(tilings)
+    except NothingFits as error:
+        refusal = error
+    if request.may_compute_inputs and config.input_every is None and alpha in (None, 0.0):
+        found = without_recomputed_attention(found, [tiles for tiles in tilings if tiles is not None], best)
+    if found is None:
+        assert refusal is not None
+        raise refusal
+    run, solution = found
     if run.tiles is not None and config.head_groups is None:
         doublings = range(run.tiles.head_groups.bit_length())
         run, solution = best([run.tiles._replace(head_groups=1 << doubled) for doubled in doublings])  # no more than needed
@@ -76,9 +100,11 @@ def _tilings(request: SolveRequest, config: MemoConfig, profile: RunProfile, may
         return [None]
     tilings = profile.tilings([shape and (shape.batch, shape.length) for shape in request.shapes])
     most = groups or (tilings[0].head_groups if tilings else 1)
+    every = (config.input_every or 1) if request.may_compute_inputs else 1
     if tokens is not None:
-        return [Tiles(tokens, most)]
-    return [None, *(tiles._replace(head_groups=most) for tiles in tilings)]
+        return [Tiles(tokens, most, every)]
+    in_tiles = [Tiles(tiles.tokens, most, every) for tiles in tilings]
+    return in_tiles if in_tiles and config.groups_inputs else [None, *in_tiles]
 
 
 def warn_of_non_layer_memory(found: PassSolution, device_limit: int, warn: Callable[[str], None]) -> None:

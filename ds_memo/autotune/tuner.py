@@ -94,7 +94,7 @@ class Tuner:
         self._warn = warn
         self._has_engine = has_engine
         self._gather_whole = gather_whole
-        self._streams = remat.engine.streams
+        self._streams, self._layer_host = remat.engine.streams, remat.host
         host, device = remat.engine.slab.budget, remat.engine.device
         self._profiling = Profiling(config, host, device, warn)
         self._probe = Probe(remat, before_probe)
@@ -165,25 +165,28 @@ class Tuner:
         """Solve for this rank, and again where ranks that meet in layers must do the same.
 
         These gather parameters in every forward and replay of a layer, or trade tokens there. So no rank probes a forward alone.
-        All replay the same layers: every layer, unless they agree on those without recompute. All gather layers alike if one
-        has tiles. Their lengths may differ.
+        All replay the same layers: every layer, unless they agree on those without recompute. All store every layer's input,
+        unless they agree on those that are computed. All gather layers alike if one has tiles. Their lengths may differ.
         """
+        may_skip = compute_inputs = True  # as ranks that differ leave it
         while True:
             solution = refusal = None
             if shapes is not None:
                 try:
-                    solution = self._solved(shapes, start, self._may_skip_recompute)
+                    solution = self._solved(shapes, start, may_skip and self._may_skip_recompute, compute_inputs)
                 except NothingFits as error:
                     refusal = error
             vote = self._ranks.vote(shapes is None, solution, refusal is not None)
-            if not vote.probes:
+            if vote.probes:
+                shapes = self._probed(training_pass)
+            elif vote.refused:
+                self._ranks.refuse(refusal)
+            elif vote.inputs_differ and compute_inputs:
+                compute_inputs = False
+            elif vote.differs and may_skip:
+                may_skip = False
+            else:
                 break
-            shapes = self._probed(training_pass)
-        if vote.refused:
-            self._ranks.refuse(refusal)
-        if vote.differs:
-            solution = self._solved(shapes, start, False)
-            vote = self._ranks.vote(False, solution, False)
         if vote.in_tiles and self._gather_whole is not None:
             self._gather_whole(_modules(layers))
         return solution
@@ -213,11 +216,12 @@ class Tuner:
                     "for such a model"
                 )
 
-    def _solved(self, shapes: HiddenShapes, start: Start, may_skip_recompute: bool) -> PassSolution | None:
+    def _solved(self, shapes: HiddenShapes, start: Start, skip: bool, compute_inputs: bool) -> PassSolution | None:
         """Solve with no host memory if earlier forwards hold it: this one was not foreseen, or they were longer."""
         if not any(shapes):
             return None
-        request = SolveRequest(shapes, start.in_flight, start.reservation, start.files, may_skip_recompute)
+        must_store = frozenset(self._layer_host.must_store)
+        request = SolveRequest(shapes, start.in_flight, start.reservation, start.files, skip, compute_inputs, must_store)
         solution = self._remembered(request, start.share)
         end = start.earlier + start.calls // start.forwards
         if start.earlier and solution.host_bytes(start.earlier, end) > start.left:
@@ -251,6 +255,7 @@ class Tuner:
 
         def costs(tiles: Tiles | None) -> RunCosts:
             run = self._budgets.costs(profile, shapes, request.in_flight, request.host, tiles)
+            run = replace(run, follows=request.follows(profile.called(shapes)) * request.in_flight.calls)
             for part in self._parts:
                 run = part.correct(run)
             return run if run.nvme is None else replace(run, nvme=replace(run.nvme, budget=request.files))
@@ -360,7 +365,8 @@ class Tuner:
         if passed is None:
             return
         before, run = passed.solution, passed.run
-        request = SolveRequest(passed.shapes, self._in_flight, run.host_budget, run.nvme.budget if run.nvme else 0, True)
+        files, must_store = run.nvme.budget if run.nvme else 0, frozenset(self._layer_host.must_store)
+        request = SolveRequest(passed.shapes, self._in_flight, run.host_budget, files, True, must_store=must_store)
         after = self._solve(request, alpha).solution
         if after.alpha != before.alpha:
             changed = "lowered" if after.alpha < before.alpha else "raised"

@@ -38,10 +38,7 @@ from ds_memo.remat.layer_host import LayerHost, Way
 from ds_memo.remat.tensors import tensor_leaves
 
 HOOKS = "is called under saved-tensor hooks (activation offloading), which would move the handle of its frame"
-TILES = (
-    "memo.tile_tokens: layers in tiles run part by part, which torch.compile does not know; leave the key out, or leave layers "
-    "uncompiled"
-)
+TILES = "{}: layers in tiles run part by part, which torch.compile does not know; leave the key out, or leave layers uncompiled"
 
 
 class CompiledLayers:
@@ -120,7 +117,7 @@ class CompiledForward(OwnForward):
 
     def refusal(self, call: LayerCall, host: LayerHost) -> str | None:
         if call.placement.tiles is not None:
-            raise MemoError(TILES)
+            raise MemoError(TILES.format("memo.tile_tokens" if call.placement.tiles.input_every == 1 else "memo.input_every"))
         if (why := self.refused(call.layer)) is not None:
             return why
         if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:

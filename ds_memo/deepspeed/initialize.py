@@ -29,6 +29,7 @@ from ds_memo.config import SECTION, MemoConfig, memo_config
 from ds_memo.deepspeed import checkpoint_api, launched_by, sequence
 from ds_memo.deepspeed.engine_hooks import hook_engine, weakly
 from ds_memo.deepspeed.first_compile import announce_first_compile
+from ds_memo.deepspeed.gather_again import gathers_again
 from ds_memo.deepspeed.rebind import Taken, other_holders, replace_in_modules, restore
 from ds_memo.deepspeed.run_ahead_limit import limit_run_ahead
 from ds_memo.deepspeed.whole_layers import WholeLayers, forget_order, mark_around_leaf_modules
@@ -228,13 +229,14 @@ def attach_engine(engine: deepspeed.DeepSpeedEngine, config: MemoConfig) -> Sess
         # ZeRO-3 would gather ahead in a probe: a layer measured on its own cannot use, nor gather, what is under way to it
         before_probe=lambda: forget_order(live()),
         gather_whole=whole.gather,
+        gather_again=gathers_again(engine),
         on_last_micro_batch=weakly(engine.is_gradient_accumulation_boundary),
         tell_what_moved=_tell_what_moved if _replaced else None,
     )
     session = attach_model(engine.module, config, config.layers, engine.device, ties)
     hook_engine(engine, session)
     session.patches.undo_with(whole.undo)
-    if config.tile_tokens:
+    if config.tile_tokens or config.groups_inputs:
         whole.gather(session.modules())
     heads = (head.module() for head in session.heads)
     whole.gather([head for head in heads if head is not None and any(head.children())])  # LoRA's: tiles call what is inside
@@ -276,7 +278,7 @@ def _prepared(asked: dict[str, Any], config: MemoConfig, section: dict[str, Any]
         "its attention": getattr(getattr(model, "config", None), "_attn_implementation", None),
         "the version of ds_memo": ds_memo.__version__,
     }
-    if config.tile_tokens:
+    if config.tile_tokens or config.groups_inputs:
         mark_around_leaf_modules([layer for _, layer in layers])
     undo.enter_context(kernels.use_kernels(model, config, torch.device(get_accelerator().current_device_name())))
     if config.kernels.adam:

@@ -15,8 +15,9 @@ def meet_in_layers(model: nn.Module) -> bool:
     tokens for experts there."""
     if world_size() == 1:
         return False
-    in_pieces = any(hasattr(parameter, "ds_id") or is_experts(parameter) for parameter in model.parameters())
-    return in_pieces or any(getattr(module, "zero_shards", 1) > 1 for module in model.modules())  # deepspeed.linear's
+    if is_in_pieces(model) or any(map(is_experts, model.parameters())):
+        return True
+    return any(getattr(module, "zero_shards", 1) > 1 for module in model.modules())  # deepspeed.linear's
 
 
 def talk_in_layers(model: nn.Module) -> bool:
@@ -48,6 +49,11 @@ def _ranks_of(module: nn.Module) -> tuple[int, ...]:
     """Return the ranks that share a module; all of them, if its group cannot be told."""
     group = getattr(module, "mp_group", None) or getattr(module, "spg", None)
     return tuple(dist.get_process_group_ranks(group) if isinstance(group, dist.ProcessGroup) else range(world_size()))
+
+
+def is_in_pieces(module: nn.Module) -> bool:
+    """Return True if ZeRO-3 has partitioned its parameters."""
+    return any(hasattr(parameter, "ds_id") for parameter in module.parameters())
 
 
 def gathers_by_module(layer: nn.Module) -> bool:

@@ -12,7 +12,7 @@ from ds_memo.estimate.question import DAY_S, OK, OOHM, OOM, Estimate, Question
 from ds_memo.logits.head_bytes import head_bytes, tile_rows
 from ds_memo.placement import PlacementKind, Tiles
 from ds_memo.planned_alloc import UNPLANNED_OVERHEAD
-from ds_memo.solve.headroom import HEADROOM, shortest
+from ds_memo.solve.headroom import HEADROOM, shortest, without_recomputed_attention
 from ds_memo.solve.memory import device_bytes
 from ds_memo.solve.placement_kinds import Kinds
 from ds_memo.solve.refusals import NothingFits
@@ -96,12 +96,20 @@ def _whole_or_in_tiles(
     tilings = costs.tilings(tokens or TILED_TOKENS)
     if not tilings and refused is None and not found:
         return best([None])
+
+    def in_tiles(ways: Sequence[Tiles]) -> tuple[RunCosts, Solution]:
+        best(ways)  # in most groups of heads: if that does not fit, fewer do not
+        in_groups = [tiles._replace(head_groups=1 << i) for tiles in ways for i in range(tiles.head_groups.bit_length())]
+        return best(in_groups)
+
     try:
-        for tiles in tilings:
-            best([tiles])  # in most groups: if that does not fit, fewer do not
-            found.append(best([tiles._replace(head_groups=1 << i) for i in range(tiles.head_groups.bit_length())]))
+        if tilings:
+            found.append(in_tiles(tilings))
     except NothingFits as nothing:
         refused = refused or nothing
+    of_tiles = min(found, key=lambda one: one[1].step_s, default=None)
+    if (grouped := without_recomputed_attention(of_tiles, tilings, in_tiles)) is not None:
+        found.append(grouped)
     if not found:
         assert refused is not None
         raise refused

@@ -155,6 +155,7 @@ class Estimate:
             "without_gemms": sum(kind.without_gemms for kind in kinds),
             "without_recompute": kinds.count(PlacementKind.NO_RECOMPUTE),
             "attention_recomputed": sum(kind.recomputes_attention for kind in kinds),
+            "input_computed": kinds.count(PlacementKind.SWAPPED_WITHOUT_INPUT),
         }
 
     def timeline(self) -> list[TimelineSpan]:
@@ -174,6 +175,7 @@ class Estimate:
             "resident_layers": self.resident_layers,
             "tile_tokens": self.tiles and self.tiles.tokens,
             "head_groups": self.tiles and self.tiles.head_groups,
+            "input_every": self.tiles and self.tiles.input_every,
             "placements": self.placed,
             "binding": self.binding,
             "device_gib": self.device_total / GIB,

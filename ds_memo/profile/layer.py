@@ -24,7 +24,7 @@ from ds_memo.profile.layer_sample import LayerSample
 from ds_memo.profile.live import AllocatedBytes, LiveBytes, bytes_made, storages_of
 from ds_memo.profile.stopwatch import Stopwatch, now, repeats, seconds_between, sustain, synchronize
 from ds_memo.remat.layer import Layer
-from ds_memo.remat.layer_call import LayerRunner, OwnForward
+from ds_memo.remat.layer_call import OwnForward, Tiler
 from ds_memo.remat.layer_host import LayerHost
 from ds_memo.remat.random_states import KeepsGiven, forked
 from ds_memo.remat.recipe import Gemm, Recipe
@@ -153,7 +153,7 @@ class _Fixed:
     def decide_alpha(self, layer: Layer, placement: Placement, whole_bytes: int, split_bytes: int) -> Placement:
         raise AssertionError("no rows are swapped in a profile")
 
-    def has_room(self, nbytes: int) -> bool:
+    def has_room(self, nbytes: int, planned: bool = True) -> bool:
         raise AssertionError("nothing goes to the host in a profile")
 
 
@@ -192,7 +192,7 @@ class Bench:
         device: torch.device,
         attention: str | None,
         warn: Callable[[str], None] = lambda message: None,
-        tiler: LayerRunner | None = None,
+        tiler: Tiler | None = None,
     ) -> None:
         self._layer = Layer(layer.index, layer.name, layer.module())
         self._fn, self._args = fn, args

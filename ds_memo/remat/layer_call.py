@@ -64,6 +64,13 @@ class LayerRunner(Protocol):
         """
 
 
+class Tiler(LayerRunner, Protocol):
+    """Runs layer calls in tiles."""
+
+    def ran_whole(self, call: LayerCall, out: Any, host: LayerHost) -> None:
+        """Hear of a call that another runner ran, where the backward computes inputs of layers."""
+
+
 class OwnForward(LayerRunner):
     """A layer's forward that runs calls of itself, and keeps what their backwards need: one that torch.compile compiled."""
 

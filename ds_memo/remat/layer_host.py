@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
+from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.nn.attention import SDPBackend
 
@@ -41,8 +42,12 @@ class Policy(Protocol):
             MemoError: no alpha fits, or the one that is configured does not.
         """
 
-    def has_room(self, nbytes: int) -> bool:
-        """Return True if the host has room for `nbytes` of one layer call."""
+    def has_room(self, nbytes: int, planned: bool = True) -> bool:
+        """Return True if the host has room for `nbytes` of one layer call.
+
+        Args:
+            planned: False: the call takes more than it was solved for.
+        """
 
 
 class Way(Enum):
@@ -99,6 +104,7 @@ class LayerHost:
         observers: told which layer runs, in this order.
         isolated: returns a context for what is run once for a signature, and not as a part of the pass.
         part_begins: told of each part of a layer in tiles. A profile measures them.
+        gather: gathers a layer that ZeRO-3 holds in pieces inside another layer's backward; None: that cannot be done.
     """
 
     def __init__(
@@ -110,6 +116,7 @@ class LayerHost:
         observers: Sequence[LayerObserver] = (),
         isolated: Callable[[], AbstractContextManager[None]] = nullcontext,
         part_begins: Callable[[str], None] = lambda part: None,
+        gather: Callable[[nn.Module], AbstractContextManager[None]] | None = None,
     ) -> None:
         follower.library(warn)
         self.engine = engine
@@ -117,10 +124,13 @@ class LayerHost:
         self.observers = observers
         self.isolated = isolated
         self.part_begins = part_begins
+        self._gather = gather
         self.work = Work()
         self.policy = policy
         self._attention = attention
         self._sdpa = SDPA.get(attention)
+        self.must_store: set[int] = set()
+        """Indices of layers of which a call has not followed the layer below: later passes store their inputs."""
         self.attention_kernels: dict[str, str] = {}
         """Kernels of the layers' attention as far as PyTorch or the model took them, and why."""
         self._warned: set[tuple[type | None, str]] = set()
@@ -134,6 +144,7 @@ class LayerHost:
         way: Way,
         host_bytes: Callable[[Placement], int],
         sizes: tuple[int, int] | None = None,
+        planned: bool = True,
     ) -> Placement:
         """Return the placement that a call gets: alpha is decided, and the host has room for it.
 
@@ -141,6 +152,7 @@ class LayerHost:
             placement: by the policy. If nothing goes to the host, it stays.
             host_bytes: returns what a call with alpha decided takes.
             sizes: as the policy's `decide_alpha` takes them, if they are new; None: the recipe was made, and alpha is in it.
+            planned: False: the call takes more than the policy expects.
 
         Raises:
             MemoError: no alpha fits, or the one that is configured does not.
@@ -149,7 +161,7 @@ class LayerHost:
             return placement
         if sizes is not None:
             placement = self.policy.decide_alpha(layer, placement, *sizes)
-        if self.policy.has_room(host_bytes(placement)):
+        if self.policy.has_room(host_bytes(placement), planned):
             return placement
         kind = WITHOUT_ROOM[way].later if sizes is None else WITHOUT_ROOM[way].first
         if kind is PlacementKind.GEMMS_RECOMPUTED and placement.kind.recomputes_attention:
@@ -193,6 +205,17 @@ class LayerHost:
 
         if tensors := [tensor for tensor in tensor_leaves(out) if tensor.requires_grad]:
             register_multi_grad_hook(tensors, reached, mode="any")
+
+    # ---- a layer inside another one's backward
+
+    @property
+    def can_gather(self) -> bool:
+        """True if a layer that is in pieces can be gathered there."""
+        return self._gather is not None
+
+    def gathering(self, module: nn.Module) -> AbstractContextManager[None]:
+        """Return a context in which a layer is gathered, if it is in pieces."""
+        return nullcontext() if self._gather is None else self._gather(module)
 
     # ---- warnings
 

@@ -204,6 +204,12 @@ class Recipe:
         """Recipe of a whole run whose attention is supplied: of the pre's products, it computes those that the post needs."""
         return self._of_pre(lambda op: op.wanted and op.for_post, self.post)
 
+    @cached_property
+    def post_again(self) -> Recipe:
+        """Recipe of a whole run whose attention is supplied, for what the layer returns."""
+        wanted = [replace(op, wanted=True) if isinstance(op, Gemm) else op for op in self.post]
+        return self._of_pre(lambda op: op.for_post, wanted)
+
     def _of_pre(self, wanted: Callable[[Gemm], bool], post: list[Gemm | SavedOp]) -> Recipe:
         pre = [replace(op, wanted=wanted(op)) if isinstance(op, Gemm) else op for op in self.pre]
         return replace(self, ops=[*pre, *post])
@@ -318,8 +324,11 @@ class Observed:
         return at_0, at_1 - at_0
 
 
-def make_recipe(observed: Observed, alpha: float) -> tuple[Recipe, list[tuple[Kept, torch.Tensor]]]:
+def make_recipe(observed: Observed, alpha: float, keeps_input: bool = True) -> tuple[Recipe, list[tuple[Kept, torch.Tensor]]]:
     """Decide what is kept, and lay it out.
+
+    Args:
+        keeps_input: False: no row of the first input is stored. It has a place in the buffer.
 
     Returns:
         The recipe, and what this call keeps: each `Kept` with its tensor.
@@ -333,7 +342,7 @@ def make_recipe(observed: Observed, alpha: float) -> tuple[Recipe, list[tuple[Ke
         tensors.append((kept, tensor))
         return kept
 
-    inputs = [store(tensor) for tensor in observed.inputs]
+    inputs = [store(tensor, None if number or keeps_input else 0) for number, tensor in enumerate(observed.inputs)]
     ops: list[Gemm | SavedOp] = []
     bit = 0
     for op in observed.ops:
@@ -375,11 +384,12 @@ def fingerprint(outputs: Any) -> torch.Tensor:
     values = outputs if isinstance(outputs, tuple) else (outputs,)
     tensors = [value for value in values if type(value) is torch.Tensor and value.numel() and torch._C._has_storage(value)]
     tensors = [tensor for tensor in tensors if not tensor.is_meta]  # no values
-    sums = [_integers(tensor).sum(dtype=torch.int64) for tensor in tensors if tensor.device == tensors[0].device]
+    sums = [integers(tensor).sum(dtype=torch.int64) for tensor in tensors if tensor.device == tensors[0].device]
     return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.int64)
 
 
-def _integers(tensor: torch.Tensor) -> torch.Tensor:
+def integers(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view of the tensor's bits, as the widest integers that the last dimension can be cut into."""
     tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     width = tensor.dtype.itemsize
     steps = (tensor.shape[-1], tensor.storage_offset(), *tensor.stride()[:-1]) if tensor.dim() else (1,)

@@ -12,7 +12,7 @@ from torch.nn.utils import parametrize
 
 from ds_memo.errors import MemoError
 from ds_memo.remat.layer import Layer
-from ds_memo.remat.layer_call import CannotRun, LayerCall, LayerRunner, OwnForward
+from ds_memo.remat.layer_call import CannotRun, LayerCall, LayerRunner, OwnForward, Tiler
 from ds_memo.remat.layer_host import LayerHost
 from ds_memo.remat.modes import inside_a_checkpoint, inside_a_layer, inside_a_transform, keep_dynamo_out
 from ds_memo.remat.recorded import Recorded
@@ -33,10 +33,11 @@ class Remat:
         tiler: runs calls in tiles; None: layers run whole.
     """
 
-    def __init__(self, host: LayerHost, tiler: LayerRunner | None = None) -> None:
+    def __init__(self, host: LayerHost, tiler: Tiler | None = None) -> None:
         keep_dynamo_out()
         self.host, self.engine, self.work = host, host.engine, host.work
         runners: tuple[LayerRunner, ...] = (Uncheckpointed(), Recorded())
+        self._tiler = tiler
         self._runners = runners if tiler is None else (tiler, *runners)
         self._instead: LayerRun | None = None
 
@@ -90,9 +91,14 @@ class Remat:
             why = runner.refusal(call, self.host)
             if why is None:
                 try:
-                    return runner.run(call, self.host)
+                    out = runner.run(call, self.host)
                 except CannotRun as reason:
                     why = str(reason)  # no traceback, which holds the arguments
+                else:
+                    tiles = call.placement.tiles
+                    if tiles is not None and tiles.input_every > 1 and self._tiler not in (None, runner):
+                        self._tiler.ran_whole(call, out, self.host)
+                    return out
             if runner is own:
                 out = self._run(replace(call, forward=own.plain))
                 own.refuse(call.layer, why)  # not earlier: the layer's own errors are raised

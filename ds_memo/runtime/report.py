@@ -29,6 +29,7 @@ def report(session: Session) -> Report:
         layers_on_device=on_device,
         layers_without_gemms=policy.calls(PlacementKind.GEMMS_RECOMPUTED, PlacementKind.FULL_RECOMPUTE),
         layers_without_recompute=policy.calls(PlacementKind.NO_RECOMPUTE),
+        layers_without_input=policy.calls(PlacementKind.SWAPPED_WITHOUT_INPUT),
         binding=policy.binding,
         checkpointing=not policy.no_recompute,
         layers=len(session.layers),

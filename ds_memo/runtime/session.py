@@ -12,6 +12,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,6 +69,8 @@ class EngineTies:
     gather_whole: Callable[[Sequence[nn.Module]], None] | None = None
     """Has ZeRO-3 gather each of these layers at once from now on, as tiles need it. All ranks call it together. None: it cannot
     be told."""
+    gather_again: Callable[[nn.Module], AbstractContextManager[None]] | None = None
+    """Gathers a layer that ZeRO-3 holds in pieces inside another layer's backward. None: that cannot be done."""
     on_last_micro_batch: Callable[[], bool] | None = None
     """Returns True if an optimizer step follows the present micro-batch; None: steps may not be told of."""
     tell_what_moved: Callable[[Any], bool] | None = None
@@ -136,7 +139,8 @@ class Session:
             attention_kernels.use(device, config.attention, self.warn, undo_with)
             self.clock, addresses = PartClock(self.engine.streams), self.addresses
             observers, kernel = (*ties.observers, addresses, self.clock), config.attention
-            host = LayerHost(self.engine, self.policy, self.warn, kernel, observers, addresses.aside, self.clock.part_begins)
+            aside, part_begins, gather = addresses.aside, self.clock.part_begins, ties.gather_again
+            host = LayerHost(self.engine, self.policy, self.warn, kernel, observers, aside, part_begins, gather)
             self.kernels_taken = host.attention_kernels
             self.remat = Remat(host, self.tiling)
             self.tuner = None if self.policy.fixed else self._make_tuner()

@@ -117,7 +117,8 @@ def _lines(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     else:
         state = "active" if report["active"] else "moved nothing so far"
         at = "not known yet" if alpha is None else f"{alpha:.4g}"
-        more = "".join(f", {len(report[key])} {words}" for key, words in _OTHERS.items() if report.get(key))
+        others = {**_OTHERS, "layers_without_input": "that compute their input"}
+        more = "".join(f", {len(report[key])} {words}" for key, words in others.items() if report.get(key))
         yield "ds_memo", f"{state}: {layers}, {residents} of them resident{more}, alpha {at}"
     yield "set by", report["binding"]
     yield from _layers(report)

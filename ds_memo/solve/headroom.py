@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from ds_memo.placement import Tiles
+from ds_memo.solve.groups import ALL
 from ds_memo.solve.refusals import NothingFits
 from ds_memo.solve.run_costs import RunCosts
 from ds_memo.solve.solver import Solution, solve
@@ -12,7 +15,38 @@ from ds_memo.solve.solver import Solution, solve
 HEADROOM = 0.08
 """Least share of the free memory to leave: for kernels' workspaces, and for torch's fragmentation until addresses are planned."""
 _SHORTER = 1e-3
-"""Least relative gain for which layers run in tiles, or in other tiles."""
+"""Least relative gain for which layers run in tiles, or in other tiles, or compute their inputs."""
+INPUT_EVERY = (2, 3, 4, 8, ALL)
+"""Sizes of groups that are tried."""
+
+
+def without_recomputed_attention(
+    found: tuple[RunCosts, Solution] | None,
+    tilings: Sequence[Tiles],
+    best: Callable[[Sequence[Tiles]], tuple[RunCosts, Solution]],
+) -> tuple[RunCosts, Solution] | None:
+    """Return the solution whose layers compute inputs, if it is shorter than one whose layers recompute attention, with as few of
+    these inputs as are no longer; else `found`.
+
+    Args:
+        found: the solution of layers that store their inputs; None: nothing fits.
+        tilings: ways to run the layers in tiles.
+        best: returns the shortest step of some ways, or raises NothingFits.
+    """
+    if not tilings or (found is not None and not any(kind.recomputes_attention for kind in found[1].kinds)):
+        return found
+    grouped: list[tuple[RunCosts, Solution]] = []
+    for every in reversed(INPUT_EVERY):
+        if grouped and grouped[0][0].tiles is not None:
+            tilings = [grouped[0][0].tiles]
+        try:
+            grouped.append(best([tiles._replace(input_every=every) for tiles in tilings]))
+        except NothingFits:
+            break
+    least_s = min((solution.step_s for _, solution in grouped), default=math.inf)
+    if not grouped or (found is not None and least_s > found[1].step_s * (1 - _SHORTER)):
+        return found
+    return next(one for one in reversed(grouped) if one[1].step_s <= least_s * (1 + _SHORTER))
 
 
 def shortest(

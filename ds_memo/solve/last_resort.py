@@ -10,6 +10,7 @@ memory this is torch.utils.checkpoint.
 from __future__ import annotations
 
 import math
+from itertools import product
 
 from ds_memo.placement import PlacementKind
 from ds_memo.solve.memory import device_bytes, most_that_fit, swapped_bytes
@@ -62,22 +63,29 @@ def _packed(run: RunCosts, residents: int, keeping: int) -> Kinds | None:
     Layers on the device recompute attention first. If that does not fit, swapped ones do: their reload buffers get smaller.
     """
     both = 0 < keeping < len(run.layers) - residents  # else all or none recompute it
-    for swapped_first in (False, True) if both else (False,):
-        kinds = _most_without_gemms(run, residents, keeping, swapped_first)
+    ways = product((False, True) if both else (False,), (False, True) if run.groups_inputs else (False,))
+    for swapped_first, lowest in ways:
+        kinds = _most_without_gemms(run, residents, keeping, swapped_first, lowest)
         if kinds is not None and swapped_bytes(run, kinds, 0.0) <= run.host_budget:
             return kinds
     return None
 
 
-def _most_without_gemms(run: RunCosts, residents: int, keeping: int, swapped_first: bool = False) -> Kinds | None:
+def _most_without_gemms(
+    run: RunCosts, residents: int, keeping: int, swapped_first: bool = False, lowest: bool = False
+) -> Kinds | None:
+    how = swapped_first, lowest
+
     def fits(without_gemms: int) -> bool:
-        return device_bytes(run, _split(run, residents, keeping, without_gemms, swapped_first), 0.0) <= run.device_budget
+        return device_bytes(run, _split(run, residents, keeping, without_gemms, *how), 0.0) <= run.device_budget
 
     without_gemms = most_that_fit(len(run.layers) - residents, fits)
-    return _split(run, residents, keeping, without_gemms, swapped_first) if without_gemms >= 0 else None
+    return _split(run, residents, keeping, without_gemms, *how) if without_gemms >= 0 else None
 
 
-def _split(run: RunCosts, residents: int, keeping: int, without_gemms: int, swapped_first: bool = False) -> Kinds:
+def _split(
+    run: RunCosts, residents: int, keeping: int, without_gemms: int, swapped_first: bool = False, lowest: bool = False
+) -> Kinds:
     """Return kinds with these numbers of layers. The attention outputs that save the least time per byte are recomputed first.
 
     Args:
@@ -85,17 +93,23 @@ def _split(run: RunCosts, residents: int, keeping: int, without_gemms: int, swap
         without_gemms: number of layers on the device without GEMM outputs.
         swapped_first: among like layers, swapped ones recompute attention first: their reload buffers get smaller, but compute
             waits for them. Otherwise those on the device do.
+        lowest: the first layers are on the device: with groups of layers the last ones then free host memory early. Otherwise the
+            last one is: it takes no device memory while others' backwards run.
     """
     kinds = list(place(len(run.layers), residents))
     others = swapped(kinds)
-    put(kinds, others, without_gemms, PlacementKind.GEMMS_RECOMPUTED)
+    if lowest:
+        for index in others[:without_gemms]:
+            kinds[index] = PlacementKind.GEMMS_RECOMPUTED
+    else:
+        put(kinds, others, without_gemms, PlacementKind.GEMMS_RECOMPUTED)
     again = max(0, len(others) - keeping)
     if 0 < again < len(others):  # else their order does not matter
         worth = {layer: _seconds_per_byte(layer) for layer in set(run.layers)}
         others.sort(key=lambda index: (worth[run.layers[index]], (kinds[index] >= FIRST_ON_DEVICE) == swapped_first))
     for index in others[:again]:
         kinds[index] = _AGAIN[kinds[index]]
-    return kinds
+    return run.without_inputs(kinds)
 
 
 def _seconds_per_byte(layer: LayerCosts) -> float:

@@ -56,6 +56,10 @@ class LayerTiming:
     pre_s: float = 0.0
     attended_s: float = 0.0
     """Seconds before attention, and until it is over, in a forward in tiles."""
+    posts_again_s: float = 0.0
+    """Seconds in which its output is computed again, for the layer above; without waits."""
+    late_s: float = 0.0
+    """Seconds in which its input, computed in the backward, goes to the host."""
 
     @classmethod
     def of(cls, layer: LayerCosts, run: RunCosts, kind: PlacementKind) -> LayerTiming:
@@ -69,10 +73,14 @@ class LayerTiming:
         if tiles is not None and kind.recomputes_attention and not tiles.result_differs:
             replay_s += tiles.pre_again_s
         if kind.on_device:
-            return cls(layer.forward_s, layer.backward_s, replay_s, 0.0, again_s, tiles=tiles)
+            posts_s = layer.posts_again_s if tiles else 0.0
+            return cls(layer.forward_s, layer.backward_s, replay_s, 0.0, again_s, tiles=tiles, posts_again_s=posts_s)
         copies: list[tuple[float, float, float]] = []
-        whole = split = first = 0
+        whole = split = first = late = 0
         for output in layer.outputs:
+            if output.role == "input" and kind is PlacementKind.SWAPPED_WITHOUT_INPUT and not late:
+                whole, late = whole + output.nbytes, output.nbytes
+                continue
             born_s, seconds = output.born * layer.forward_s, output.nbytes / run.d2h_bytes_per_s
             if output.role == "gemm":
                 split += output.nbytes
@@ -100,6 +108,8 @@ class LayerTiming:
             pre_again_s=tiles.pre_again_s if tiles is not None and begins_with_pre else None,
             pre_s=max(0.0, attended_s - layer.attention_s) if tiles else 0.0,
             attended_s=attended_s if tiles else 0.0,
+            posts_again_s=layer.posts_again_s if tiles else 0.0,
+            late_s=late / run.d2h_bytes_per_s,
         )
 
     def at(self, alpha: float) -> Durations:
@@ -147,6 +157,19 @@ class LayerTiming:
             waits_s += max(0.0, self.reload_first_s - self.pre_again_s / count)
         backward_s = post_s + attention_s + pre_s + waits_s
         return backward_s, post_s - (self.tiles.post_backward_s - self.saved_s * alpha) + waits_s
+
+    def posts_again(self, alpha: float, late_s: float) -> tuple[float, float]:
+        """Return the seconds in which tiles compute the input of the layer above, and the part of them that waits for copies.
+
+        Args:
+            late_s: in which that input goes to the host.
+        """
+        reload_s = self.reload_s + self.reload_per_alpha * self._share(alpha) if self.copies else 0.0
+        first_s = reload_s / self.tiles.count if self.tiles is not None else 0.0
+        if self.pre_again_s is not None:  # it comes before: its own inputs are reloaded, then attention's frame
+            first_s += max(0.0, self.reload_first_s - self.pre_again_s / self.tiles.count)  # type: ignore[union-attr]
+        seconds = max(self.posts_again_s, reload_s - first_s, late_s) + first_s
+        return seconds, seconds - self.posts_again_s
 
     def first_pass_s(self, alpha: float) -> float:
         """Return the seconds of the pass over tiles that a backward begins with, without waits."""

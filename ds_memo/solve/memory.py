@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache
 
 from ds_memo.placement import Placement, PlacementKind
@@ -73,13 +73,15 @@ def swapped_bytes(run: RunCosts, kinds: Kinds, alpha: float) -> int:
     return sum(count * layer.host_bytes(Placement(kind, alpha)) for (layer, kind), count in calls.items())
 
 
-def host_cap(layers: Sequence[LayerCosts], budget: int) -> float:
-    """Return the largest multiple of 1 / ALPHA_STEPS at which these swapped layers fit the host; below 0: none does."""
-    kinds = Counter(layers).items()
+def host_cap(run: RunCosts, kinds: Kinds) -> float:
+    """Return the largest multiple of 1 / ALPHA_STEPS at which the swapped layers fit the host with all attention outputs; below
+    0: none does."""
+    again = PlacementKind.SWAPPED_ATTENTION_RECOMPUTED
+    with_attention = [PlacementKind.SWAPPED if kind is again else kind for kind in kinds]
+    budget = run.host_budget
 
     def fits(steps: int) -> bool:
-        placement = Placement(PlacementKind.SWAPPED, steps / ALPHA_STEPS)
-        return sum(count * layer.host_bytes(placement) for layer, count in kinds) <= budget
+        return swapped_bytes(run, with_attention, steps / ALPHA_STEPS) <= budget
 
     return 1.0 if fits(ALPHA_STEPS) else most_that_fit(ALPHA_STEPS, fits) / ALPHA_STEPS
 

@@ -49,7 +49,7 @@ def too_little_host_memory(run: RunCosts, alpha: float, kinds: Kinds, need: int,
         files: why drives behind it are not enough, if there are any.
     """
     calls = swapped(kinds)
-    cap = host_cap([run.layers[index] for index in calls], run.host_budget)
+    cap = host_cap(run, kinds)
     resort = cap < 0 and last_resort(run, None) is not None
     message = host_too_small(f"{len(calls)} swapped layers", need, alpha, run.host_budget, cap, resort)
     error = NothingFits(message, "host", need, run.host_budget, None)

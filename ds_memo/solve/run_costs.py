@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Literal, NamedTuple
 
 from ds_memo.placement import Placement, PlacementKind, Tiles, stored_rows
+from ds_memo.solve.groups import without_inputs
 from ds_memo.units import ALIGN, round_up
 
 PAGE = mmap.PAGESIZE
@@ -143,6 +144,18 @@ class LayerCosts:
             ),
         )
 
+    @cached_property
+    def hidden_bytes(self) -> int:
+        """Bytes of the hidden states that come in."""
+        return next((output.nbytes for output in self.outputs if output.role == "input"), 0)
+
+    @cached_property
+    def posts_again_s(self) -> float:
+        """Seconds in which tiles compute the layer's output from its input and attention's output."""
+        attended = next((output.born for output in self.outputs if output.role == "attention"), 0.0) * self.forward_s
+        tiles = self.in_tiles
+        return self.forward_s - attended + (tiles.pre_again_s if tiles and tiles.result_differs and attended else 0.0)
+
     def nbytes(self, *roles: OutputRole) -> int:
         return sum(output.nbytes for output in self.outputs if output.role in roles)
 
@@ -192,6 +205,7 @@ class LayerCosts:
         tiles, again = self.in_tiles.count, kind.recomputes_attention
         apart = self.attention_bytes if self.in_tiles.result_differs and not again else 0
         small = (self.smallest_frame_bytes if again else self.small_frame_bytes) - apart
+        small -= round_up(self.hidden_bytes, ALIGN) if kind is PlacementKind.SWAPPED_WITHOUT_INPUT else 0
         large = small + self.frame_bytes - self.small_frame_bytes
         with_gemms, without = (round_up(-(-nbytes // tiles), PAGE) for nbytes in (large, small))
         return round_up(apart, PAGE), with_gemms, without
@@ -202,7 +216,10 @@ class LayerCosts:
 
     def _stored(self, placement: Placement) -> Iterator[int]:
         alpha, tiles = placement.decided_alpha, self.in_tiles
+        hidden = next((output for output in self.outputs if output.role == "input"), None)
         for output in self.outputs:
+            if output is hidden and placement.kind is PlacementKind.SWAPPED_WITHOUT_INPUT:
+                continue
             if output.role == "gemm":
                 rows = stored_rows(alpha, output.rows) if tiles is None else output.rows * tiles.stored(alpha) // tiles.count
                 yield rows * output.row_bytes
@@ -250,6 +267,27 @@ class RunCosts:
     """How its layers run in tiles; None: they run whole."""
     nvme: NvmeCosts | None = None
     """None: host blocks stay in host memory."""
+    follows: tuple[bool, ...] = ()
+    """By layer: False if its input is not the output of the layer before. Empty: only the first one's is not."""
+
+    def without_inputs(self, kinds: Sequence[PlacementKind]) -> Sequence[PlacementKind]:
+        """Return the kinds with the inputs left out that its tiles compute again."""
+        return self._grouped(tuple(kinds)) if self.groups_inputs else kinds
+
+    @property
+    def groups_inputs(self) -> bool:
+        return self.tiles is not None and self.tiles.input_every > 1
+
+    @cached_property
+    def _grouped(self) -> Callable[[tuple[PlacementKind, ...]], tuple[PlacementKind, ...]]:
+        assert self.tiles is not None
+        at_0 = Placement(PlacementKind.SWAPPED, 0.0)
+        tiled = [layer.in_tiles is not None for layer in self.layers]
+        follows = self.follows or (False, *(True,) * (len(self.layers) - 1))
+        linked = [here and below and both for here, below, both in zip(follows, [False, *tiled], tiled, strict=False)]
+        inputs, blocks = zip(*((layer.hidden_bytes, layer.host_bytes(at_0)) for layer in self.layers), strict=True)
+        every = self.tiles.input_every
+        return lru_cache(maxsize=1 << 10)(lambda kinds: without_inputs(kinds, every, linked, inputs, blocks))
 
     def non_layer_bytes(self) -> dict[str, int]:
         """Return the non-layer memory in bytes, by the part of the step that needs it."""

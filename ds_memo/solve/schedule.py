@@ -8,6 +8,8 @@ alpha: a maximum of sums of durations.
     backward   begins when all copies are done; a frame's reload starts with the replay of the layer call above, its own replay
                when the reload is done
     in tiles   a layer begins when all copies of the one below it are done; its frame is reloaded during its own backward
+    inputs     that were not stored are computed as the backward comes to the last layer of their group: a layer's tiles are
+               reloaded while those before them are computed
     files      the first swapped layers go on to files: ds_memo.solve.file_clocks has their clocks. Files only add waits. How many
                layers that are depends on alpha, so the step is not convex
 """
@@ -52,6 +54,15 @@ class Schedule:
         self._numbers = [numbers.setdefault(pair, len(numbers)) for pair in zip(run.layers, kinds, strict=True)]
         self._distinct = list(numbers)
         self._timings = [LayerTiming.of(layer, run, kind) for layer, kind in self._distinct]
+        self._computed: dict[int, int] = {}
+        """By the last layer of a group, the first one, whose input is stored."""
+        first = 0
+        for index, kind in enumerate(kinds):
+            if kind is not PlacementKind.SWAPPED_WITHOUT_INPUT:
+                first = index
+            else:
+                self._computed.pop(index - 1, None)
+                self._computed[index] = first
         self._swapped_below: list[int] = []
         """Index of the next swapped layer below each; -1: there is none."""
         below = -1
@@ -133,6 +144,19 @@ class Schedule:
             timing, layer = timings[index], layers[index]
             if drives is not None:
                 now = drives.written_above(index, now)
+            first = self._computed.get(index, index)
+            if drives is not None and first < index:
+                drives.read_ahead(index, max(now, back, out))
+            for below in range(first, index):
+                if drives is not None:
+                    now = drives.wait_for_tiles(below, now)
+                seconds, waits_s = timings[below].posts_again(alpha, timings[below + 1].late_s)
+                h2d_stall += waits_s
+                note(COMPUTE, "stall", -1, now, now + waits_s)
+                note(COMPUTE, "replay", below, now + waits_s, now + seconds)
+                note(H2D, "reload", below, now, now + (seconds if timings[below].copies else 0.0))
+                note(D2H, "offload", below + 1, now + waits_s, now + seconds)
+                now += seconds
             if timing.copies and timing.tiles is not None:
                 if drives is not None:
                     drives.read_ahead(index, max(now, back, out))

@@ -26,7 +26,7 @@ from ds_memo.solve.refusals import (
     too_little_device_memory,
     too_little_host_memory,
 )
-from ds_memo.solve.run_costs import LayerCosts, RunCosts
+from ds_memo.solve.run_costs import RunCosts
 from ds_memo.solve.schedule import Schedule
 from ds_memo.solve.solution import Solution, judged
 
@@ -118,24 +118,25 @@ def _fits(run: RunCosts, kinds: Kinds, alpha: float, overhead: float = 1.0) -> b
     return device_bytes(run, kinds, alpha) * overhead <= run.device_budget
 
 
-def _swapped_layers(run: RunCosts, kinds: Kinds) -> list[LayerCosts]:
-    return [run.layers[index] for index in swapped(kinds)]
-
-
 def _most_residents(run: RunCosts, alpha: float, asked: int | None, no_recompute: int = 0) -> Kinds | None:
     """Return the kinds with `asked` residents or, if None, as many as the device holds. None: the device does not hold them."""
     n = len(run.layers)
+
+    def placed(residents: int) -> Kinds:
+        return run.without_inputs(place(n, residents, no_recompute))
+
     if asked is not None:
-        kinds = place(n, asked)
+        kinds = run.without_inputs(place(n, asked))
         return kinds if _fits(run, kinds, alpha) else None
-    residents = most_that_fit(n - no_recompute, lambda residents: _fits(run, place(n, residents, no_recompute), alpha))
-    return place(n, residents, no_recompute) if residents >= 0 else None
+    residents = most_that_fit(n - no_recompute, lambda residents: _fits(run, placed(residents), alpha))
+    return placed(residents) if residents >= 0 else None
 
 
 def _at(run: RunCosts, alpha: float, resident_layers: int | None) -> Solution:
     """Return the solution at a configured alpha, and perhaps configured residents. Without these, alpha 0 may come to the last
     resort, as alpha that is solved for."""
-    kinds = _most_residents(run, alpha, None) if resident_layers is None else place(len(run.layers), resident_layers)
+    placed = run.without_inputs(place(len(run.layers), resident_layers or 0))
+    kinds = _most_residents(run, alpha, None) if resident_layers is None else placed
     need = 0 if kinds is None else swapped_bytes(run, kinds, alpha)
     if kinds is not None and need <= run.host_budget:
         return judged(run, alpha, kinds, f"as configured: {host_use(replace(run, nvme=None), need, alpha)}")
@@ -167,11 +168,10 @@ def _swapping_up_to(most: float, run: RunCosts, kinds: Kinds, no_recompute: int)
     """Return the solution with the best alpha up to `most`; None: the host is too small for any."""
     if swapped_bytes(run, kinds, 0.0) > run.host_budget:
         return None
-    layers = _swapped_layers(run, kinds)
-    if not layers:
+    if not swapped(kinds):
         used = of_budget(device_bytes(run, kinds, 1.0), run.device_budget)
         return judged(run, 1.0, kinds, f"device memory: {_in_words(len(kinds), no_recompute)} in {used} GiB")
-    cap = min(most, host_cap(layers, run.host_budget))
+    cap = min(most, host_cap(run, kinds))
     schedule = Schedule(run, kinds)
     alpha = best_alpha(lambda alpha: schedule.at(alpha).seconds, cap)
     use = host_use(run, swapped_bytes(run, kinds, alpha), alpha)
@@ -260,7 +260,7 @@ def _in_words(layers: int, no_recompute: int) -> str:
 def _why_zero(run: RunCosts, kinds: Kinds, resident_layers: int | None) -> str:
     """Return the sentence that says what keeps alpha at 0."""
     use = host_use(run, swapped_bytes(run, kinds, 0.0), 0.0)
-    if host_cap(_swapped_layers(run, kinds), run.host_budget) <= 0:
+    if host_cap(run, kinds) <= 0:
         return use
     least = min(_buffer_steps(run))
     full = device_bytes(run, kinds, least)
@@ -286,12 +286,14 @@ def _with_rows(run: RunCosts, kinds: Kinds, because: str, most: float) -> Soluti
     """Return the solution for kinds that were packed at alpha 0, with the best alpha up to `most` that still fits."""
     n, alpha = len(run.layers), 0.0
     fits = next((step for step in _buffer_steps(run) if _fits(run, kinds, step)), 0.0)
-    if (layers := _swapped_layers(run, kinds)) and fits:
+    if swapped(kinds) and fits:
         schedule = Schedule(run, kinds)
-        most = min(most, fits, max(0.0, host_cap(layers, run.host_budget)))
+        most = min(most, fits, max(0.0, host_cap(run, kinds)))
         alpha = best_alpha(lambda alpha: schedule.at(alpha).seconds, most)
     attention, gemms = sum(kind.recomputes_attention for kind in kinds), sum(kind.without_gemms for kind in kinds)
     again = f"{attention} of {n} layers recompute attention; " if attention else ""
+    computed = sum(kind is PlacementKind.SWAPPED_WITHOUT_INPUT for kind in kinds)
+    again += f"{computed} of {n} layers compute their input; " if computed else ""
     without = f"{gemms} of {n} layers stay on the device without GEMM outputs; " if gemms else ""
     on_host = f"{of_budget(swapped_bytes(run, kinds, alpha), run.host_budget)} GiB of {host_words(run)} at alpha {alpha:.4g}"
     on_device = f"{of_budget(device_bytes(run, kinds, alpha), run.device_budget)} GiB of device memory"

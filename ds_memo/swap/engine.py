@@ -24,7 +24,7 @@ from __future__ import annotations
 import weakref
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from types import MappingProxyType
@@ -80,6 +80,9 @@ class PendingFree(NamedTuple):
     buffer_stream: Any = None
     filed: Any = None
     """The home's side of the frame, which may still read or write the block."""
+    late: Sequence[Block] = ()
+    """Further blocks, and the event behind the copies to them."""
+    sent_late: Any = None
 
 
 class SwapEngine:
@@ -101,6 +104,7 @@ class SwapEngine:
         self._stack: list[FrameRef] = []  # swapped frames, oldest first
         self._leaving: deque[weakref.ref[Frame]] = deque()  # those whose device memory is not freed yet
         self._unsent: tuple[Frame, Kept, torch.Tensor, Any] | None = None  # kept, but its copy is not issued yet
+        self._late: deque[tuple[torch.Tensor, Any]] = deque()  # on their way out in a backward, and the events behind them
         self._ahead: list[weakref.ref[Frame]] = []  # frames that were reloaded ahead
         self._pending: deque[PendingFree] = deque()
         self._closed = False
@@ -196,7 +200,7 @@ class SwapEngine:
         if frame.stored:  # d2h may still read the device memory and write to the block, which both are freed here
             self.streams.wait(COMPUTE, self.streams.mark(D2H))
         frame.device.clear()
-        frame.free_block(self.slab)
+        frame.free_blocks(self.slab)
         frame.move("done")
 
     # ---- backward
@@ -252,6 +256,37 @@ class SwapEngine:
         frame.replays += not again
         self.home.read_ahead(frame)
 
+    def keep_late(self, frame: Frame, kept: Kept, tensor: torch.Tensor) -> None:
+        """Store a tensor that the forward has left out, which compute has just produced, until `drop_late`.
+
+        Raises:
+            MemoError: the host has no room for it.
+        """
+        self.drop_late(frame)  # of a backward that has raised
+        source = kept.laid(tensor.detach())
+        block = frame.late[kept.index] = self.slab.allocate(kept.nbytes, f"frame {frame.name}, whose input was computed again,")
+        self.streams.wait(D2H, self.streams.mark(COMPUTE))  # behind the kernel that has written it
+        for memory, begin, at, nbytes in block.parts(0, kept.nbytes):
+            self.streams.copy(D2H, memory, source, nbytes, begin, at)
+        frame.sent_late = self.streams.mark(D2H)
+        frame.stored.add(kept.index)
+        self.traffic.bytes_to_host += kept.nbytes
+        self._late.append((source, frame.sent_late))
+        self.let_go_late_but(1)
+
+    def let_go_late_but(self, tensors: int) -> None:
+        """Free the device memory of all but the latest tensors that were stored late; compute waits for their copies."""
+        while len(self._late) > tensors:
+            self.streams.wait(COMPUTE, self._late[0][1])  # d2h reads until then what compute's next allocation may be given
+            self._late.popleft()
+
+    def drop_late(self, frame: Frame) -> None:
+        """Free the blocks of what was stored late. Compute has waited for the reloads from them, if any."""
+        if frame.late:  # maybe before any reload, or, after Ctrl-C, without an event
+            sent, frame.sent_late = frame.sent_late, None
+            self.streams.wait(COMPUTE, sent or self.streams.mark(D2H))
+            frame.free_late(self.slab)
+
     def replayed(self, frame: Frame) -> None:
         """Close the replay. From here on the buffer lives as long as the replayed tensors that refer to it."""
         frame.move("done")
@@ -293,11 +328,12 @@ class SwapEngine:
         try:  # device memory and blocks are freed below, which copies in both directions may still use
             self.streams.wait(COMPUTE, self.streams.mark(D2H))
             self.streams.wait(COMPUTE, self.streams.mark(H2D))
+            self._late.clear()
             for ref in self._stack:
                 if (frame := ref()) is not None:
                     frame.device.clear()
                     frame.slots.clear()
-                    frame.free_block(self.slab)
+                    frame.free_blocks(self.slab)
             self._closed = True  # not earlier: a frame that dies meanwhile, on any thread, must be deferred
             self._defer_lost()
             self.drain()
@@ -344,13 +380,16 @@ class SwapEngine:
         frame.move("returning")
         # The allocator gave the buffer memory that work on compute may still read: h2d writes behind it.
         self.streams.wait(H2D, self.streams.mark(COMPUTE))
+        if frame.late:
+            self.streams.wait(H2D, frame.sent_late or self.streams.mark(D2H))  # d2h has written what h2d reads
         for kept in wanted:
             if kept.index not in frame.stored:  # the call left its recipe before it was kept
                 continue
             slot = frame.slots[kept.index] = kept.slot_in(buffer)
-            for memory, begin, at, nbytes in frame.block.parts(kept.host_offset, kept.stored_bytes):  # type: ignore[union-attr]
+            block, first, stored = frame.lies_in(kept)
+            for memory, begin, at, nbytes in block.parts(first, stored):
                 self.streams.copy(H2D, slot, memory, nbytes, at, begin)
-            self.traffic.bytes_from_host += kept.stored_bytes
+            self.traffic.bytes_from_host += stored
         frame.back = self.streams.mark(H2D)
 
     def _send_away(self, frame: Frame | None) -> None:
@@ -402,15 +441,18 @@ class SwapEngine:
 
         It must not wait, since it may run on a copy thread. `_drain` waits, on the compute stream.
         """
-        if not self._closed and (frame.block is not None or frame.filed is not None or frame.state == "returning"):
+        held = frame.block is not None or frame.filed is not None or frame.late
+        if not self._closed and (held or frame.state == "returning"):
             memory = frame.device, frame.slots, frame.stream, frame.buffer_stream
-            self._pending.append(PendingFree(frame.block, frame.state, frame.sent, frame.back, *memory, frame.filed))
+            late = [*frame.late.values()], frame.sent_late
+            self._pending.append(PendingFree(frame.block, frame.state, frame.sent, frame.back, *memory, frame.filed, *late))
 
     def _defer_lost(self) -> None:
         """Defer blocks of frames that died without `_defer`: Ctrl-C inside a destructor, whose exceptions Python ignores."""
         pending = list(self._pending)
         alive = [frame for ref in self._stack if (frame := ref()) is not None]
         held = {one.block for one in pending} | {frame.block for frame in alive}
+        held.update(*(one.late for one in pending), *(frame.late.values() for frame in alive))
         lost = [block for block in self.slab.blocks if block not in held]
         for block in lost:
             self.traffic.blocks_lost += 1
@@ -427,8 +469,9 @@ class SwapEngine:
             except BaseException:
                 self._pending.appendleft(pending)
                 raise
-            if pending.block is not None:
-                self.slab.free(pending.block)
+            for block in (pending.block, *pending.late):
+                if block is not None:
+                    self.slab.free(block)
 
     def make_room(self, enough: Callable[[], bool]) -> None:
         """Free blocks whose bytes are in files, until it is enough or none is left."""
@@ -442,6 +485,8 @@ class SwapEngine:
             self.streams.wait(COMPUTE, pending.sent or self.streams.mark(D2H))
         elif pending.state == "returning":
             self.streams.wait(COMPUTE, pending.back or self.streams.mark(H2D))
+        if pending.late:
+            self.streams.wait(COMPUTE, pending.sent_late or self.streams.mark(D2H))
         self._guard(pending.device, pending.stream, D2H)
         self._guard(pending.slots, pending.buffer_stream, H2D)
         if pending.filed is not None:

@@ -14,6 +14,7 @@ A frame lives as long as the graph of its layer call. Its device memory is at mo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -51,6 +52,11 @@ class Kept:
     stored_bytes: int
     host_offset: int
     buffer_offset: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its rows."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
     def laid(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the tensor if its bytes in memory are as this says, else a copy whose bytes are: copies read bare memory."""
@@ -160,6 +166,10 @@ class Frame:
         self.block: Block | None = None
         self.stored: set[int] = set()
         """Indices of the tensors whose stored rows were copied to the block."""
+        self.late: dict[int, Block] = {}
+        """Blocks of the tensors that the backward has stored, by index: all of each."""
+        self.sent_late: Any = None
+        """Event behind the last copy to those."""
         self.slots: dict[int, torch.Tensor] = {}
         """Kept tensors in the reload buffer, at full shape, by index. Only their stored rows hold values."""
         self.sent: Any = None
@@ -212,11 +222,28 @@ class Frame:
         tensor = self.device[kept.index]
         return tensor.clone() if kept.index in self.changed else tensor.detach()
 
+    def lies_in(self, kept: Kept) -> tuple[Block, int, int]:
+        """Return the host block of a stored tensor, where it begins there, and its bytes."""
+        late = self.late.get(kept.index)
+        return (self.block, kept.host_offset, kept.stored_bytes) if late is None else (late, 0, kept.nbytes)  # type: ignore
+
+    def free_blocks(self, slab: HostSlab) -> None:
+        """Free its host blocks. No copy or transfer may use them any more."""
+        self.free_late(slab)
+        self.free_block(slab)
+
     def free_block(self, slab: HostSlab) -> None:
-        """Free its host block, if there is one. No copy or transfer may use it any more."""
+        """Free the block of what the forward has stored."""
         if self.block is not None:
             slab.free(self.block)
             self.block = None
+
+    def free_late(self, slab: HostSlab) -> None:
+        while self.late:
+            index, block = next(iter(self.late.items()))
+            self.stored.discard(index)
+            slab.free(block)
+            del self.late[index]
 
     def check_unchanged(self) -> None:
         """Raise MemoError if code outside the layer changed a kept tensor in place: a copy may have read either value."""

@@ -10,7 +10,7 @@ each tile gets what the one before left (its carry), and the gradient of that go
 
 Attention has a frame with its log-sum-exp. Each tile has one with its hidden states, its carry, its part of attention's output,
 and what routers chose; a stored tile's has all GEMM outputs, too. With attention, the backward asks for the tiles', attention's,
-and the tiles' once more.
+and the tiles' once more. Hidden states that the forward did not store are computed before (ds_memo.tiles.groups).
 
 Parameters are arguments of the function, and tiles see aliases of them: hooks of a parameter see one gradient per backward.
 
@@ -20,15 +20,16 @@ are one stretch (ds_memo.sequence.striped). Hidden states and other arguments of
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ds_memo.errors import MemoError
-from ds_memo.placement import FULL_RECOMPUTE, Placement
+from ds_memo.placement import FULL_RECOMPUTE, Placement, PlacementKind
 from ds_memo.remat.autocast import autocast_as, autocast_now
 from ds_memo.remat.call import Call
 from ds_memo.remat.inputs import DeviceInput
@@ -51,6 +52,7 @@ from ds_memo.tiles.attention import TiledAttention
 from ds_memo.tiles.attention_call import AttentionCall, Gathered
 from ds_memo.tiles.gradient_owner import is_owned
 from ds_memo.tiles.graph import refuse_other_gradients
+from ds_memo.tiles.groups import Grouping, Member, compute_inputs
 from ds_memo.tiles.modes import LeftRecipe, RecordPost, RecordPre, ReplayPost
 from ds_memo.tiles.probe_result import by_arrival
 from ds_memo.tiles.recipes import SizeRecipes, TiledLayer
@@ -58,6 +60,11 @@ from ds_memo.tiles.slices import Arguments, fill, new_whole, parts
 from ds_memo.tiles.tile_runs import Gradients, Tile, TileRuns
 from ds_memo.tiles.weight_gradients import GradientSums
 from ds_memo.units import round_up
+
+CANNOT_GATHER = (
+    "ZeRO-3 holds its parameters, and memo cannot gather them for the layer above. Let ds_memo.initialize make the engine, with "
+    "a DeepSpeed whose PartitionedParameterCoordinator is like that of 0.19"
+)
 
 
 class TiledCall:
@@ -69,6 +76,7 @@ class TiledCall:
         spans: its tiles.
         placement: has tiles; its alpha is the share of them that are stored.
         before: the layer's state before the call.
+        grouping: knows the call of the layer below.
     """
 
     def __init__(
@@ -80,15 +88,17 @@ class TiledCall:
         placement: Placement,
         host: LayerHost,
         before: Before,
+        grouping: Grouping,
     ) -> None:
         self._before = before
+        self._grouping = grouping
         self._tiled = tiled
         self._shapes = tiled.shapes
         self._spans = spans
         self._host = host
         self._engine = host.engine
         self._arguments = arguments
-        self._hidden = arguments.take_hidden()
+        hidden = self._hidden = arguments.take_hidden()
         parts = parts_of(tiled.module) if tiled.shapes.mixes else None
         self._striped: Striped | None = None
         """The tokens of the ranks' tiles; None: this rank has whole sequences, or the layer does not mix tokens."""
@@ -106,6 +116,22 @@ class TiledCall:
         """False: no backward will come, and nothing is kept."""
         if not self._trains:
             placement, self._parameters = replace(FULL_RECOMPUTE, tiles=placement.tiles), []
+        self.member = Member(tiled.layer, weakref.ref(self))
+        self.below: Any = None
+        """The call whose posts the backward runs again; None: none."""
+        self._computes_input = False
+        """True if it computes the hidden states by them; else they are stored."""
+        self.input_changed: torch.Tensor | None = None
+        """True, on the device, if they are not what the call below has returned."""
+        self._why_stored = ""
+        """Why they are, though the placement has it otherwise."""
+        if placement.kind is PlacementKind.SWAPPED_WITHOUT_INPUT:
+            self._enter_group(hidden)
+            if not self._computes_input:
+                placement = replace(placement, kind=PlacementKind.SWAPPED)
+            else:
+                self.input_changed = grouping.changed(hidden)
+        del hidden
         self._placement = placement
         self._recomputes = placement.kind.recomputes_attention
         self._device_inputs = [DeviceInput(tiled.layer.name, tensor) for tensor in arguments.tensors]
@@ -128,6 +154,34 @@ class TiledCall:
         """Attention's result where it stays on the device: the tiles' frames hold parts of it."""
         self._result_dtype: torch.dtype | None = None
 
+    def _enter_group(self, hidden: torch.Tensor) -> None:
+        """Find the call below, and whether the hidden states are computed by it. Ranks that wait for this one do the same.
+
+        Raises:
+            MemoError: other ranks run posts with this one, and it cannot.
+        """
+        tiled, below = self._tiled, self._grouping.latest
+        if tiled.in_pieces and not self._host.can_gather:
+            self._why_stored = CANNOT_GATHER
+            return
+        lower, why = self._grouping.below(hidden, self._spans, self._striped is not None)
+        why_none = why
+        if tiled.exchanges and below is not None and below.runs_again:
+            why_none = tiled.agree_on_input(why)
+            lower = below.call()
+            if lower is None and not why_none:
+                raise MemoError(
+                    f"layer {tiled.layer.name}: other ranks compute its input by the layer below, in which they wait for this "
+                    f"one, and here that layer's graph is gone ({why}). Call the layers alike on all ranks, or set "
+                    "memo.input_every to 1"
+                )
+        self.below = None if why_none else lower
+        self._why_stored = why or why_none
+        self._computes_input = not self._why_stored
+        follows = below is not None and below.layer.index == tiled.layer.index - 1
+        if self.below is not None or (tiled.gathers_with_others and follows):
+            self.member.below = below
+
     # ---- forward
 
     def run(self) -> Any:
@@ -143,9 +197,13 @@ class TiledCall:
         else:
             if torch.is_grad_enabled():  # a frozen layer: frames below it move as below any other
                 self._engine.abort(self._engine.begin(self._tiled.layer.name, self._placement))
+                self._grouping.ran(None)
             output = self.forward(hidden)
         del hidden  # before the output moves back
-        return self._shapes.output.of(output if self._striped is None else self._striped.leave(output))
+        output = output if self._striped is None else self._striped.leave(output)
+        if torch.is_grad_enabled() and self._placement.tiles.input_every > 1:  # type: ignore[union-attr]
+            self._grouping.returned(self, output, self._spans, self._striped is not None)
+        return self._shapes.output.of(output)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the layer's output (b, s, h)."""
@@ -181,13 +239,13 @@ class TiledCall:
             if kind in found:
                 continue
             modes = self._trains, torch.is_inference_mode_enabled(), module.training, self._autocast
-            key = kind, hidden.dtype, trained, modes
+            key = kind, hidden.dtype, trained, modes, self._computes_input
             recipes = self._tiled.recipes.get(key)
             if recipes is None:
                 with self._host.isolated(), self._grads():
                     self._host.work.analysed += 1
                     call = Call(self._host, None)
-                    recipes = self._runs.analyse(module, call, hidden, self._spans[0], span)
+                    recipes = self._runs.analyse(module, call, hidden, self._spans[0], span, not self._computes_input)
                 remember(self._tiled.recipes, key, recipes)
             found[kind] = recipes
         return found
@@ -220,9 +278,20 @@ class TiledCall:
             asked = replace(asked, alpha=self._tiled.alphas[key])
         else:
             sizes = sum(recomputed) + of_attention, sum(stored) - sum(recomputed)
-        self._placement = self._host.admit(self._tiled.layer, asked, Way.TILED, host_bytes, sizes)
+        if self._why_stored:
+            self._host.must_store.add(self._tiled.layer.index)
+        planned = not self._host.must_store  # else calls behind it may find less than what was solved for
+        self._placement = self._host.admit(self._tiled.layer, asked, Way.TILED, host_bytes, sizes, planned)
         if self._placement.kind is asked.kind:
             remember(self._tiled.alphas, key, self._placement.decided_alpha)
+        if self._why_stored:
+            self._host.warn_of(self._tiled.layer, f"it stores its input, which was to be computed again: {self._why_stored}.")
+        if self._placement.kind.on_device and self._computes_input:
+            self._computes_input, self.input_changed = False, None
+            if not self._tiled.exchanges:
+                self.below = None
+                self.member.below = self.member.below if self._tiled.gathers_with_others else None
+            self._recipes = self._find_recipes(hidden)
 
     def _bytes_of_attention(self, hidden: torch.Tensor) -> int:
         """Return about how many bytes attention's frame keeps: a log-sum-exp in float32 for each head, and maybe the output."""
@@ -288,7 +357,7 @@ class TiledCall:
         if frame is not None:
             frame.ahead = True
             self._engine.adopt(frame, recipe.layout)
-            for kept, tensor in zip(recipe.inputs, [x, *carry], strict=False):
+            for kept, tensor in list(zip(recipe.inputs, [x, *carry], strict=False))[self._computes_input :]:
                 self._engine.keep(frame, kept, tensor)
             self._host.work.gemm_flops += recipe.gemm_flops
         if packed:
@@ -395,6 +464,22 @@ class TiledCall:
         for given in self._device_inputs:
             given.check()
         self._host.replay_begins(self._tiled.layer)
+        if self.member.below is not None and not self.member.done:
+            self._host.part_begins("inputs")  # their seconds are those of other layers
+            compute_inputs(self.member, self._host.gathering)
+        with stacks_restored(), Undoing(self._drop_input), self._as_in_forward() as aliases:
+            sums, d_inputs = GradientSums(aliases), self._arguments.new_gradients()
+            try:
+                d_hidden = self._backward_tiles(sums, gradient, may_overwrite, d_inputs)
+            except CannotTile as reason:
+                raise MemoError(
+                    f"layer {self._tiled.layer.name} ran in tiles, and its backward cannot: {reason}. Set memo.tile_tokens to 0"
+                ) from reason
+            return [d_hidden, *d_inputs, *sums.take()]
+
+    @contextmanager
+    def _as_in_forward(self) -> Iterator[Sequence[torch.Tensor]]:
+        """Run tiles inside the block in the state of the forward. Yield aliases of the parameters. Its end closes the frames."""
         with (
             stacks_restored(),
             Undoing(self._close_frames),
@@ -404,14 +489,7 @@ class TiledCall:
             self._before.put_in(),
             aliased(places_of(self._tiled.module), self._parameters) as aliases,
         ):
-            sums, d_inputs = GradientSums(aliases), self._arguments.new_gradients()
-            try:
-                d_hidden = self._backward_tiles(sums, gradient, may_overwrite, d_inputs)
-            except CannotTile as reason:
-                raise MemoError(
-                    f"layer {self._tiled.layer.name} ran in tiles, and its backward cannot: {reason}. Set memo.tile_tokens to 0"
-                ) from reason
-            return [d_hidden, *d_inputs, *sums.take()]
+            yield aliases
 
     def _close_frames(self) -> None:
         for tile in self._tiles:
@@ -512,6 +590,53 @@ class TiledCall:
             fill(d_hiddens[tile.number], d_x)
             self._arguments.add(d_inputs, tile.span, d_others)
             del own, d_own, d_x, d_others  # before the next tile is reloaded and runs again
+
+    # ---- the layer above, if it has not stored its input
+
+    @property
+    def why_no_outputs_again(self) -> str:
+        """Return why the backward must not compute what this call has returned; "": it may."""
+        if not self._trains:
+            return "the layer below keeps nothing"
+        return "the layer below recomputes attention" if self._recomputes else ""
+
+    def run_posts_again(self, into: TiledCall) -> None:
+        """Compute what this call has returned once more, and store it as the hidden states of the call above, unless that has."""
+        attention, result = self._attention, None
+        for given in self._device_inputs:
+            given.check()
+        with self._host.gathering(self._tiled.module), self._as_in_forward():
+            if attention is not None and not self._keeps_result:
+                leaves = self._new_gathered()
+                self._pre_again(leaves)
+                result = attention.result(leaves, then=self._last_frame)
+                del leaves
+            results = self._parts_of_result(result)
+            for tile in reversed(self._tiles):
+                below = self._tiles[tile.number - 1 if tile.number else 0].call.frame
+                self._engine.bring_back(tile.call.frame, then=below, again=True)
+                own = None
+                if attention is not None:
+                    kept = tile.call.frame.tensor(tile.recipe.inputs[-1]) if results is None else results[tile.number]
+                    own = kept.detach().requires_grad_()
+                    del kept
+                mode, x, carry = Replay(tile.call, tile.recipe.post_again), tile.hidden(), self._carry(tile)
+                with torch.enable_grad(), dropping():
+                    ran = self._runs.run(tile.span, x, carry, mode, lambda reached, own=own: own, tile.seed)  # type: ignore[misc]
+                if into._computes_input:
+                    into.take_hidden(tile.number, ran.end)
+                del own, x, carry, ran  # before the next tile is reloaded
+        self._engine.let_go_late_but(0)
+
+    def take_hidden(self, number: int, hidden: torch.Tensor) -> None:
+        """Store a tile's hidden states, which the backward has computed."""
+        tile = self._tiles[number]
+        self._engine.keep_late(tile.call.frame, tile.recipe.inputs[0], hidden)
+
+    def _drop_input(self) -> None:
+        self.member.done = False
+        for tile in self._tiles:
+            self._engine.drop_late(tile.call.frame)
 
     def _result_again(self, tile: Tile, own: torch.Tensor) -> torch.Tensor:
         """Return a tile's part of attention's result as a leaf. If the tile's frame keeps it, fill `own` with it."""

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_memo.distributed.topology import ranks_per_sequence
+from ds_memo.distributed.agree import world_size
+from ds_memo.distributed.topology import is_in_pieces, ranks_per_sequence
 from ds_memo.remat.layer import Layer
 from ds_memo.remat.recipe import Recipe
 from ds_memo.tiles.probe_result import Shapes
@@ -18,7 +19,7 @@ from ds_memo.tiles.weight_gradients import see_products_of_zero3
 
 SizeRecipes = dict[tuple[bool, bool], Recipe]
 """Recipes of tiles of one size, by two questions: do they keep attention's result, and are they stored? Every tile keeps its
-hidden states and what routers chose, a stored one all GEMM outputs, too."""
+hidden states, unless its layer computes them again, and what routers chose, a stored one all GEMM outputs, too."""
 
 
 @dataclass(frozen=True)
@@ -54,12 +55,26 @@ class TiledLayer:
         shapes: from its probe.
         agree: tells other ranks why attention cannot run so, "" if it can, and raises CannotTile if one of them has a reason. The
             second argument is True if all of them are sure to call it.
+        agree_on_input: returns why no rank computes the input of its calls, for this rank's reason.
+        exchanges: True if ranks exchange tensors inside the layer.
     """
 
-    def __init__(self, layer: Layer, module: nn.Module, shapes: Shapes, agree: Callable[[str, bool], None]) -> None:
+    def __init__(
+        self,
+        layer: Layer,
+        module: nn.Module,
+        shapes: Shapes,
+        agree: Callable[[str, bool], None],
+        agree_on_input: Callable[[str], str],
+        exchanges: bool,
+    ) -> None:
         self.layer = layer
         self.shapes = shapes
         self._agree = agree
+        self.agree_on_input = agree_on_input
+        self.exchanges = exchanges
+        self.in_pieces = is_in_pieces(module)
+        self.gathers_with_others = self.in_pieces and world_size() > 1
         self._ran = False
         self.striped = False
         """True if ranks that share a sequence have put its tokens in the order of tiles."""

@@ -172,11 +172,14 @@ class TileRuns:
             end = self._shapes.output.tensor(end)
         return TileRun(end, [x, *carry, *self._arguments.inputs(args, kwargs)], after.left)
 
-    def analyse(self, module: nn.Module, call: Call, hidden: torch.Tensor, first: Span, span: Span) -> SizeRecipes:
+    def analyse(
+        self, module: nn.Module, call: Call, hidden: torch.Tensor, first: Span, span: Span, keeps_input: bool
+    ) -> SizeRecipes:
         """Run a tile to make the recipes of its size. Nothing is kept, and the module and generators are put back.
 
         Args:
             call: what the mode needs of a call; its frame is not touched.
+            keeps_input: True if tiles store their hidden states.
             first: the first tile of its sequence, which leaves what this one goes on from.
 
         Raises:
@@ -213,6 +216,6 @@ class TileRuns:
             for keeps_result, stored in itertools.product((True, False) if result else (False,), (True, False)):
                 observed.inputs, observed.wanted = [x, *carry, *(result if keeps_result else [])], wanted
                 observed.close_over_inputs(all_rows_kept=stored)
-                recipes[keeps_result, stored], _ = make_recipe(observed, float(stored))
+                recipes[keeps_result, stored], _ = make_recipe(observed, float(stored), keeps_input)
             observed.forget()
         return recipes

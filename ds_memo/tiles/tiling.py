@@ -16,11 +16,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import register_multi_grad_hook
 
 from ds_memo.distributed import agree
-from ds_memo.distributed.topology import is_experts, ranks_per_sequence, sharing_ranks
+from ds_memo.distributed.topology import is_experts, is_in_pieces, ranks_per_sequence, sharing_ranks
 from ds_memo.errors import MemoError
-from ds_memo.placement import FULL_RECOMPUTE, Tiles
+from ds_memo.placement import FULL_RECOMPUTE, PlacementKind, Tiles
 from ds_memo.remat.gathered_params import gathered
 from ds_memo.remat.layer import Layer
 from ds_memo.remat.layer_call import CannotTile, LayerCall
@@ -28,11 +29,13 @@ from ds_memo.remat.layer_host import LayerHost
 from ds_memo.remat.modes import running_tiles, under_a_checkpoint
 from ds_memo.remat.random_states import own_states, set_states
 from ds_memo.remat.shared_changes import Undo
+from ds_memo.remat.tensors import tensor_leaves
 from ds_memo.remat.undo import Undoing
 from ds_memo.sequence.parts import PARTS
 from ds_memo.spans import number_of_spans, spans
 from ds_memo.tiles.check.probe import LEAST_TOKENS, probe
 from ds_memo.tiles.check.refuse import refuse_call
+from ds_memo.tiles.groups import Grouping, Member, compute_inputs
 from ds_memo.tiles.layer import TiledCall
 from ds_memo.tiles.recipes import TiledLayer
 from ds_memo.tiles.slices import Arguments, hidden_states, is_dense
@@ -54,6 +57,7 @@ class Tiling:
         self._refusals: dict[str, str] = {}
         """By the layer's name, why its latest call could not run in tiles."""
         self._caught = ExitStack()
+        self._grouping = Grouping()
 
     def close(self) -> None:
         """Put back what was caught in the model and in Transformers."""
@@ -95,7 +99,7 @@ class Tiling:
             return ""
         if not verdicts.are_as_long(hidden):
             return self._refuse(host, layer, "its ranks trade tokens for experts, and have other lengths")
-        if _is_one_tile(hidden, tiles.tokens):
+        if tiles.input_every == 1 and _is_one_tile(hidden, tiles.tokens):
             return ""
         signature: Any
         why, arguments = "", None
@@ -136,7 +140,7 @@ class Tiling:
 
         def in_tiles(arguments: Arguments) -> Any:
             cut = spans(*arguments.size, tokens)
-            return TiledCall(tiled, own.forward, arguments, cut, placement, host, before).run()
+            return TiledCall(tiled, own.forward, arguments, cut, placement, host, before, self._grouping).run()
 
         states = own_states(host.engine.device) if call.grads else []
         try:
@@ -149,6 +153,23 @@ class Tiling:
             raise
         self._refusals.pop(layer.name, None)
         return out
+
+    def ran_whole(self, call: LayerCall, out: Any, host: LayerHost) -> None:
+        """Enter a call that ran whole in its group. Other ranks may compute its input, and gather the layer below with this."""
+        member, module = Member(call.layer), call.layer.module()
+        below = self._grouping.latest
+        may_follow = call.placement.kind is PlacementKind.SWAPPED_WITHOUT_INPUT and host.can_gather and agree.world_size() > 1
+        if may_follow and below is not None and below.layer.index == call.layer.index - 1:
+            member.below = below
+            tensors = [tensor for tensor in tensor_leaves(out) if tensor.requires_grad]
+            if tensors and module is not None and is_in_pieces(module):
+
+                def backward_begins(gradient: Any) -> None:
+                    compute_inputs(member, host.gathering)
+                    member.done = False  # for another backward
+
+                register_multi_grad_hook(tensors, backward_begins, mode="any")
+        self._grouping.ran(member)
 
     def _refuse(self, host: LayerHost, layer: Layer, reason: str) -> str:
         """Warn, and note the reason for the report. Nothing is left to tell then."""
@@ -168,6 +189,9 @@ class Verdicts:
         """A text says why such a call cannot run in tiles."""
         self.refused = False
         """True: a rank refused, and the layer runs whole on all of them for good."""
+        self._why_stored: str | None = None
+        """Why all of them store the layer's input, as its first call showed that could do without; "": they run the posts of the
+        layer below. None: there was no such call."""
         self._trades_tokens = agree.world_size() > 1 and any(map(is_experts, module.parameters()))
         self._ranks = tuple(range(agree.world_size())) if self._trades_tokens else sharing_ranks(module)
 
@@ -198,7 +222,8 @@ class Verdicts:
             except CannotTile as reason:
                 why = str(reason)
             self.agree(why, sure)
-            self.tiled[signature] = TiledLayer(self._layer, call.module, shapes, self.agree)
+            exchanges = len(self._ranks) > 1
+            self.tiled[signature] = TiledLayer(self._layer, call.module, shapes, self.agree, self.agree_on_input, exchanges)
         except CannotTile as reason:
             self.tiled[signature] = str(reason)
 
@@ -218,6 +243,19 @@ class Verdicts:
             if reason:
                 self.refused = len(self._ranks) > 1
                 raise CannotTile(why or f"{reason} (rank {rank})")
+
+    def agree_on_input(self, why: str) -> str:
+        """Return why no rank computes the layer's input by the layer below; "": all run its posts, also one that has a reason.
+
+        Args:
+            why: this rank's, in this call.
+        """
+        if len(self._ranks) == 1:
+            return why
+        if self._why_stored is None:
+            answers = zip(self._ranks, self._answers(why, None), strict=True)
+            self._why_stored = next((f"{reason} (rank {rank})" for rank, reason in answers if reason), "")
+        return self._why_stored
 
     def _answers(self, why: str, wait_s: float | None) -> list[str]:
         try:

@@ -132,9 +132,11 @@ def test_tiles_are_refused_by_name(name: str) -> None:
     """Blocks, which memo calls; Transformers' layers, which call memo; and those of a hybrid."""
     torch._dynamo.reset()
     model = compiled((hybrids.build if name == "nemotron_h" else build)(name), backend="aot_eager")
-    ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 0, "tile_tokens": 16})
-    with pytest.raises(ds_memo.MemoError, match=r"memo\.tile_tokens: layers in tiles run part by part.*leave layers uncompiled"):
-        run(model, Batch.random(2, 17))
+    for key in ("tile_tokens", "input_every"):
+        handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 0, key: 16})
+        with pytest.raises(ds_memo.MemoError, match=rf"memo\.{key}: layers in tiles run part by part.*leave layers uncompiled"):
+            run(model, Batch.random(2, 17))
+        handle.detach()
 
 
 @pytest.mark.filterwarnings("ignore::ds_memo.MemoWarning")

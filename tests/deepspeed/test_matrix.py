@@ -96,6 +96,12 @@ class TestTiles(DistributedTest):
         monkeypatch.setattr(matrix, "LENGTH", LENGTH)
         matrix.run(cases, TILES)
 
+    def test_layers_that_compute_their_inputs(self, monkeypatch):
+        """Under ZeRO-3, parts of sequences, and both."""
+        monkeypatch.setattr(matrix, "LENGTH", LENGTH)
+        cases = [*matrix.quick_cases(1)[3::4], *matrix.quick_cases(2)[2:4]]
+        matrix.run(cases, TILES | {"resident_layers": 0, "input_every": 3})
+
     def test_evaluations(self, monkeypatch):
         """Before the first step, and between steps."""
         monkeypatch.setattr(matrix, "LENGTH", LENGTH)

@@ -189,7 +189,7 @@ class TestTilesElsewhere(DistributedTest):
         monkeypatch.setattr(probe, "refuse_others", refusing(probe.refuse_others, 3))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ds_memo.MemoWarning)
-            engine = tensor_parallel.start(alpha=0.5, resident_layers=1, tile_tokens=16)
+            engine = tensor_parallel.start(alpha=0.5, resident_layers=0, tile_tokens=16, input_every=3)
             for ours, stocks in zip(tensor_parallel.train(engine), want, strict=True):
                 torch.testing.assert_close(ours, stocks, rtol=1e-4, atol=1e-5)
         assert_tiled(engine.memo, [1, 3])
@@ -201,7 +201,7 @@ class TestTilesElsewhere(DistributedTest):
         monkeypatch.setattr(tiling, "probe", refusing(probe.probe, 2))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ds_memo.MemoWarning)
-            engine = uneven.start(3, alpha=0.5, resident_layers=1, tile_tokens=48)
+            engine = uneven.start(3, alpha=0.5, resident_layers=0, tile_tokens=48, input_every=3)
             assert uneven.train(engine, lengths) == pytest.approx(want, rel=1e-6)
         assert engine.memo.report()["tiles"]["layers"] == [0, *([] if dist.get_rank() else [1]), 2, 3]
 
@@ -221,8 +221,8 @@ class TestTilesElsewhere(DistributedTest):
         stock.load_state_dict(model.state_dict())
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ds_memo.MemoWarning)
-            handle = ds_memo.attach(model, IN_TILES | {"tile_tokens": 8})
-            for ours, theirs in ((23, 40), (23, 23), (16, 23), (40, 40)):
+            handle = ds_memo.attach(model, IN_TILES | {"resident_layers": 0, "tile_tokens": 8, "input_every": 3})
+            for ours, theirs in ((23, 40), (23, 23), (16, 23), (40, 40)):  # layers that run whole store their inputs
                 sizes = Batch.random(2, theirs if dist.get_rank() else ours)
                 assert_same(step(model, sizes), step(stock, sizes))
                 layers, why = handle.report()["tiles"]["layers"], handle.report()["tiles"]["not_tiled"]

@@ -285,6 +285,7 @@ class TestMissingRanks(DistributedTest):
             ({"memo": one}, {"memo": {"enabled": True}}, ["memo.alpha: 0.5", "None", "memo.resident_layers: 0", "None"]),
             ({"memo": one}, {"memo": other}, ["memo.ablation: None", "'full_recompute'", "memo.alpha: 0.5", "None"]),
             ({"memo": one}, {"memo": one | {"ulysses_size": 2}}, ["memo.ulysses_size: None", "2"]),
+            ({"memo": one | {"input_every": 2}}, {"memo": one}, ["memo.input_every: 2", "None"]),
             ({"sequence_parallel_size": 2}, {}, ["sequence_parallel_size: 2", "1"]),
             ({"zero": 1}, {"zero": 3}, ["zero_optimization.stage: 1", "3"]),
             ({"memo": {"plan": {"enabled": False}}}, {"memo": {"cache_dir": "x"}}, ["memo.plan.enabled: False", "True"]),

@@ -24,27 +24,30 @@ WAYS: dict[str, dict[str, Any]] = {
     "mixed": CONFIGS[0],
     "recomputed": CONFIGS[1],
     "tiles": tiles.config(tile=16, alpha=0.3, groups=2),
+    "groups": tiles.config(tile=16, alpha=0.3, groups=2, input_every=3),
     "compiled": CONFIGS[0],
 }
-"""Whole layers with both of CONFIGS, four tiles of BATCH, and layers that are compiled one by one."""
+"""Whole layers with both of CONFIGS, four tiles of BATCH, layers in tiles that compute their inputs, and layers that are compiled
+one by one."""
+IN_TILES = "tiles", "groups"
 
 
 def every_way(*but: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Run a test in each way, as argument `way`, except in those that are named. Compilers are slow."""
+    """Run a test in each way, as argument `way`, except in those that are named. Compilers are slow, and groups have tiles."""
     ways = [way for way in WAYS if way not in but]
-    return pytest.mark.parametrize("way", everyday(ways, [way for way in ways if way != "compiled"]))
+    return pytest.mark.parametrize("way", everyday(ways, [way for way in ways if way not in ("groups", "compiled")]))
 
 
 def assert_in_way(way: str, got: Outcome, want: Outcome) -> None:
     """Compare a step with stock's: whole layers have its loss to the bit."""
-    (tiles.assert_step if way == "tiles" else assert_same)(got, want)
+    (tiles.assert_step if way in IN_TILES else assert_same)(got, want)
 
 
 def compare(
     model: nn.Module, drive: Callable[[nn.Module, int], Outcome], way: str, steps: int = 3, tolerance: float = FP32
 ) -> dict[str, Any]:
     """Drive a stock copy and an attached copy of a model through the same steps, in one way. Return the last report."""
-    if way == "tiles":
+    if way in IN_TILES:
         report = compare_with_stock(model, drive, WAYS[way], steps, tolerance, same=tiles.assert_step)
         tiles.assert_was_tiled(report, len(tiles.layers_of(model)))
         return report

@@ -88,7 +88,7 @@ def test_an_exception_and_a_clean_next_step(way: str, where: str, passes: int, f
         assert_was_tiled(handle.report())
 
 
-@every_way("compiled", "tiles")
+@every_way("compiled", "tiles", "groups")
 def test_another_try_while_the_exception_is_held(way: str) -> None:
     """Code that runs out of memory may go on with a smaller batch inside its except block."""
     model, stock = toy(Stumbles), toy(Stumbles)

@@ -32,7 +32,19 @@ from tests.models import (
     step,
 )
 from tests.remat.products import Flops
-from tests.remat.situations import BATCH, WAYS, Lines, Log, assert_in_way, assert_nothing_leaked, compare, drive, every_way, toy
+from tests.remat.situations import (
+    BATCH,
+    IN_TILES,
+    WAYS,
+    Lines,
+    Log,
+    assert_in_way,
+    assert_nothing_leaked,
+    compare,
+    drive,
+    every_way,
+    toy,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore::ds_memo.errors.MemoWarning")
 
@@ -210,7 +222,7 @@ def test_three_backwards_of_one_graph(way: str) -> None:
             loss.backward(retain_graph=retain)
         return Outcome(loss.detach(), {**gradients(model), "x": x.grad})
 
-    compare(toy(lambda: Block(dropout=0.0 if way == "tiles" else 0.2)), thrice, way)  # tiles draw other numbers than stock
+    compare(toy(lambda: Block(dropout=0.0 if way in IN_TILES else 0.2)), thrice, way)  # tiles draw other numbers than stock
 
 
 @every_way()
@@ -257,7 +269,7 @@ def test_eval_between_forward_and_backward(way: str) -> None:
         loss.backward()
         return Outcome(loss.detach(), {**gradients(model), "x": x.grad})
 
-    compare(toy() if way in ("tiles", "compiled") else build("llama"), evaluate, way)
+    compare(toy() if way in (*IN_TILES, "compiled") else build("llama"), evaluate, way)
 
 
 @every_config
@@ -318,7 +330,10 @@ def run():
     return steps
 
 
-@pytest.mark.parametrize("more", [{"resident_layers": 0}, {"resident_layers": 2}, {"resident_layers": 0, "tile_tokens": 16}])
+TILES = {"resident_layers": 0, "tile_tokens": 16}
+
+
+@pytest.mark.parametrize("more", [{"resident_layers": 0}, {"resident_layers": 2}, TILES, TILES | {"input_every": 3}])
 def test_nothing_waits_for_the_garbage_collector(run, more):
     held = run(alpha=0.5, **more)
     assert len(set(held["step"])) == 1, held

@@ -46,11 +46,11 @@ Place = tuple[CodeType, int, int]
 
 
 class Rig:
-    """An attached model with two layers."""
+    """An attached model with two layers, or with four of which two compute their inputs."""
 
     def __init__(self, **settings: Any) -> None:
         torch.manual_seed(0)
-        self.model = Toy(Block, layers=2)
+        self.model = Toy(Block, layers=4 if "input_every" in settings else 2)
         self.linear = F.linear
         self.plain = nn.Linear(3, 2)
         self.want = self.step()
@@ -155,13 +155,13 @@ def interrupted(run: Callable[[], Any], place: Place) -> bool:
     return False
 
 
-WHOLE, TILED = {"tile_tokens": 0}, {"tile_tokens": 12}
+WHOLE, TILED, GROUPS = {"tile_tokens": 0}, {"tile_tokens": 12}, {"tile_tokens": 12, "input_every": 3}
 FEW, MANY = 12, 200
 """Places of a case, of every day and of the slow test."""
 
 
 @pytest.mark.parametrize("number", everyday([FEW, MANY], [FEW]))
-@pytest.mark.parametrize("settings", [WHOLE, TILED])
+@pytest.mark.parametrize("settings", everyday([WHOLE, TILED, GROUPS], [WHOLE, TILED]))
 def test_in_a_step(settings: dict[str, Any], number: int) -> None:
     rig = Rig(**settings)
     for _ in range(2):
@@ -177,7 +177,7 @@ def test_in_a_step(settings: dict[str, Any], number: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", [WHOLE, TILED])
+@pytest.mark.parametrize("settings", [WHOLE, TILED, GROUPS])
 def test_in_a_first_step(settings: dict[str, Any]) -> None:
     """The layers are analysed, and probed for tiles."""
     found = places(Rig(**settings).step)
@@ -186,6 +186,28 @@ def test_in_a_first_step(settings: dict[str, Any]) -> None:
         interrupted(rig.step, place)
         rig.check()
         rig.ends()
+
+
+LATE = {"run_posts_again", "take_hidden", "_drop_input", "keep_late", "let_go_late_but", "drop_late", "free_late"}
+"""Functions that compute, store and drop inputs, beside those of tiles/groups.py."""
+
+
+@pytest.mark.parametrize("times", everyday([1, 40], [1]))
+@pytest.mark.parametrize("same_graph", [False, True])
+def test_while_inputs_are_computed(same_graph: bool, times: int) -> None:
+    """The next step is stock's, and so is the same graph's next backward."""
+    rig = Rig(**GROUPS)
+    rig.check()
+    of_groups = lambda code: code.co_filename.endswith("tiles/groups.py") or code.co_name in LATE  # noqa: E731
+    found = [place for place in places(rig.step) if of_groups(place[0])]
+    assert len(found) > 100 and {place[0].co_name for place in found} >= LATE
+    for place in found[:: max(1, len(found) // (5 * times))]:
+        run = functools.partial(rig.backward, rig.loss()) if same_graph else rig.step
+        interrupted(run, place)
+        assert not same_graph or rig.is_stocks(run())
+        del run
+        rig.check()
+    rig.ends()
 
 
 @pytest.mark.slow
@@ -201,7 +223,7 @@ def test_detach_after_it(settings: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", [WHOLE, TILED])
+@pytest.mark.parametrize("settings", [WHOLE, TILED, GROUPS])
 def test_the_same_backward_once_more(settings: dict[str, Any]) -> None:
     rig = Rig(**settings)
     rig.check()

@@ -47,7 +47,8 @@ def both(costs: RunCosts, kinds: Kinds, alpha: float) -> tuple[Step, Step]:
 
 def drawn(seed: int) -> tuple[RunCosts, Kinds]:
     costs = random_run(seed)
-    return costs, random.Random(seed).choices(list(PlacementKind), (8, 2, 2, 2, 2, 2), k=len(costs.layers))  # swapped ones first
+    whole = [kind for kind in PlacementKind if kind is not PlacementKind.SWAPPED_WITHOUT_INPUT]
+    return costs, random.Random(seed).choices(whole, (8, 2, 2, 2, 2, 2), k=len(costs.layers))  # swapped ones first
 
 
 def whole(seed: int) -> tuple[RunCosts, Kinds]:
@@ -62,7 +63,8 @@ def in_tiles(seed: int) -> tuple[RunCosts, Kinds]:
     layer = tiled(count)
     if draw.random() < 0.5:
         layer = replace(layer, in_tiles=replace(layer.in_tiles, result_differs=True))
-    kinds = draw.choices(list(PlacementKind)[:5], (8, 2, 1, 1, 1), k=layers)
+    in_tiles = [kind for kind in PlacementKind if kind not in (PlacementKind.SWAPPED_WITHOUT_INPUT, PlacementKind.NO_RECOMPUTE)]
+    kinds = draw.choices(in_tiles, (8, 2, 1, 1, 1), k=layers)
     link = draw.uniform(5e9, 200e9)
     costs = RunCosts((layer,) * layers, link, link, 0, 1 << 60, head_s=draw.random(), tiles=Tiles((1 << 15) // count))
     return with_nvme(costs, kinds, draw), kinds

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, NamedTuple, NoReturn
 
 from ds_memo.errors import MemoError
@@ -217,10 +218,21 @@ def simulate(run: RunCosts, placements: Sequence[Placement]) -> Step:
         layers[-1].forward()
     streams.compute(run.head_s)
     while layers:
+        if placements[len(layers) - 1].kind is PlacementKind.SWAPPED_WITHOUT_INPUT and not layers[-1].has_input:
+            _compute_inputs(layers)
         layers.pop().backward()
     stalls = streams.stall_s()
     engine.close()
     return Step(0.0, streams.now[COMPUTE], stalls[D2H], stalls[H2D], 0.0 if files is None else files.stall_s)
+
+
+def _compute_inputs(layers: Sequence[_InTiles]) -> None:
+    """Compute the inputs of the last layer's group, as ds_memo.tiles.groups does."""
+    first = len(layers) - 1
+    while layers[first].placement.kind is PlacementKind.SWAPPED_WITHOUT_INPUT:
+        first -= 1
+    for below, above in pairwise(layers[first:]):
+        below.posts_again(into=above)
 
 
 def _no_room(what: str) -> NoReturn:
@@ -236,6 +248,8 @@ class _Whole:
     index: int
     layer: LayerCosts
     placement: Placement
+    has_input: bool = False
+    """True if it was computed in the backward."""
 
     def forward(self) -> None:
         layer, placement, streams = self.layer, self.placement, self.streams
@@ -298,14 +312,15 @@ class _InTiles(_Whole):
         if not self.placement.kind.recomputes_attention:
             self._attention = engine.begin(f"layer {self.index}, attention", self.placement)
         self._frames: list[Frame] = []
-        slots: list[list[Virtual | None]] = []
+        slots = self._slots = []
+        computed = self.placement.kind is PlacementKind.SWAPPED_WITHOUT_INPUT
         for number in range(self._count):
             frame = engine.begin(f"layer {self.index}, tile {number}", self.placement)
             frame.ahead = True
             self._frames.append(frame)
             host_bytes = with_gemms if number in self._whole_tiles else without
             slots.append(self._adopt(frame, [self._bytes_in_tile(output, number) for output in of_tile], host_bytes))
-            self._keep(frame, slots[-1][:1])  # the input
+            self._keep(frame, [] if computed else slots[-1][:1])  # the input
             self.streams.compute((attended_s - layer.attention_s) / self._count)
             self._keep(frame, slots[-1][1:at])
         engine.let_go_but(0)
@@ -349,6 +364,26 @@ class _InTiles(_Whole):
             frame.first_only = False
             self.streams.compute(tiles.pre_backward_s / self._count)
             engine.replayed(frame)
+        for frame in self._frames:
+            engine.drop_late(frame)
+
+    def posts_again(self, into: _InTiles) -> None:
+        """Compute the input of the layer above."""
+        engine, last = self.engine, self._frames[-1]
+        if self._begins_with_pre:
+            self._run_pre_again([self._attention or last, *self._frames])
+            if self._attention is not None:
+                engine.bring_back(self._attention, then=last)
+        posts_s = self.layer.posts_again_s - (self._tiles.pre_again_s if self._begins_with_pre else 0.0)
+        for number, frame in reversed(list(enumerate(self._frames))):
+            engine.bring_back(frame, then=self._frames[max(0, number - 1)], again=True)
+            self.streams.compute(posts_s / self._count)
+            engine.replayed(frame)
+            engine.keep_late(into._frames[number], into._slots[number][0], into._slots[number][0])
+        engine.let_go_late_but(0)
+        if self._attention is not None:
+            engine.give_up(self._attention)
+        into.has_input = True
 
     def _run_pre_again(self, below: Sequence[Frame]) -> None:
         for frame in self._frames:

@@ -30,6 +30,8 @@ Results = dict[str, torch.Tensor]
 ACTIONS = 6
 STORY_FRAMES = 3
 """The host holds so many of a story's largest frames."""
+IN_TILES = "tiles", "groups"
+"""Ways that run layers in tiles. In groups some layers compute their inputs."""
 SHOWS_IN_GRADIENTS = {
     "about_to_change: self.streams.wait(COMPUTE, frame.copied.get(index) or self.streams.mark(D2H))": scenarios.change_in_place,
     "bring_back: self.streams.wait(COMPUTE, frame.back)": scenarios.train,
@@ -46,6 +48,8 @@ LIKELY = [
     ("_send_away", scenarios.abandon_reloads),
     ("about_to_change", scenarios.change_in_place),
     ("abort", scenarios.raise_in_a_layer),
+    ("_late", scenarios.train),
+    ("_late", scenarios.raise_while_inputs_are_computed),
 ]
 """Words of a wait, and the story that shows its absence soonest."""
 
@@ -88,12 +92,13 @@ def run(
 ) -> tuple[Results, int]:
     """Return a schedule's results, and how much it did of what its way is for: layers in tiles, or bytes read from files."""
     setup, largest = Setup(seed), by_host(seed)[1] if way == "files" else 0
-    config = setup.config | (tiles_of(seed) if way == "tiles" else {})
+    config = setup.config | (tiles_of(seed) if way in IN_TILES else {})
+    config |= {"input_every": 2 + seed % 4} if way == "groups" else {}
     with over(way, setup.model, streams, config, path, FRAMES * (largest or PAGE), home, **more) as memo:
         results, done = play(setup.model, seed, ACTIONS), 1
         if way == "files":
             done = MemoHandle(memo).report()["nvme"]["bytes_read"]
-        elif way == "tiles":
+        elif way in IN_TILES:
             tiles = MemoHandle(memo).report()["tiles"] or {
                 "layers": [],
                 "not_tiled": {},
@@ -119,7 +124,8 @@ def tell(
     """Train as a story says; return its results."""
     model = scenarios.stack(story)
     config = {"alpha": 0.5, "resident_layers": scenarios.RESIDENTS.get(story, 0)}
-    config |= {"tile_tokens": 16, "head_groups": 2} if way == "tiles" else {}
+    config |= {"tile_tokens": 16, "head_groups": 2} if way in IN_TILES else {}
+    config |= {"input_every": 4} if way == "groups" else {}
     host = STORY_FRAMES * told(story)[1] if way == "files" else 0
     with over(way, model, streams, config, path, host, home, **more) as memo:
         return story(memo, model, scenarios.batches())

@@ -6,16 +6,20 @@ import gc
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.nn import functional as F
 
 from ds_memo.runtime.session import Session
+from ds_memo.tiles.layer import TiledCall
 from tests.models import Block, Stack
 from tests.swap.rig import gradients
 
 Story = Callable[[Session, torch.nn.Module, list[torch.Tensor]], dict[str, torch.Tensor]]
 LENGTH, HIDDEN = 24, 16
+TILES = 4
+"""In a batch; each has 16 tokens at most."""
 
 
 def batches() -> list[torch.Tensor]:
@@ -102,6 +106,32 @@ def abandon_reloads(memo: Session, model: torch.nn.Module, x: list[torch.Tensor]
     return gradients(model)
 
 
+def raise_while_inputs_are_computed(memo: Session, model: torch.nn.Module, x: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A backward of the group's last layer raises behind the first tile of an input that it has stored: of the group's second
+    layer, then of its third. A backward of all runs then. Another graph dies instead."""
+    take_hidden, outputs = TiledCall.take_hidden, []
+    hook = model.blocks[3].register_forward_hook(lambda module, args, output: outputs.append(output))
+
+    def fail(*args: Any) -> None:
+        nonlocal left
+        take_hidden(*args)
+        left -= 1
+        if left == 0:
+            raise ArithmeticError
+
+    for inputs, again in ((1, True), (TILES + 1, True), (1, False)):
+        loss, left = model(x[0]), inputs
+        with mock.patch.object(TiledCall, "take_hidden", fail), suppress(ArithmeticError):
+            torch.autograd.grad(outputs.pop().sum(), model.blocks[3].up.weight, retain_graph=True)
+        if again:
+            loss.backward()
+        del loss
+        model(x[1]).backward()
+        outputs.clear()
+    hook.remove()
+    return gradients(model)
+
+
 class WritesInPlace(Block):
     """Autograd saves neither `wide` nor `out`, so changing them is allowed. But what it saves depends on them."""
 
@@ -135,4 +165,5 @@ STORIES: list[Story] = [
     detach_with_copies_under_way,
     detach_with_a_reload_under_way,
     abandon_reloads,
+    raise_while_inputs_are_computed,
 ]

@@ -21,7 +21,7 @@ from tests.swap.crumbs import Crumbs
 from tests.swap.delayed import DelayedStreams
 from tests.swap.mutants import engine_without, waits
 from tests.swap.ordered import OrderedStreams
-from tests.swap.races import ACTIONS, SHOWS_IN_GRADIENTS, by_host, noticed, run, tell, told
+from tests.swap.races import ACTIONS, IN_TILES, SHOWS_IN_GRADIENTS, by_host, noticed, run, tell, told
 from tests.swap.rig import attached
 from tests.swap.schedules import Setup, differing, play
 from tests.tiles.rig import assert_within
@@ -29,6 +29,7 @@ from tests.tiles.rig import assert_within
 SEEDS = {
     "whole": (*range(0, 48, 6), *(seed for seed in range(48) if seed % 6)),
     "tiles": (8, 21, 31, 46, 79, 86, 97, 100, 102, 107, *(seed for seed in range(41) if seed not in (8, 21, 31))),
+    "groups": tuple(range(24)),
     "files": (38, 42, 32, 45, 2, 6, 7, 10, 12, 13, 15, 18, 19, 21, 22, 28, 31, 35, 39, 44, 48, 55, 58, 63),
 }
 """Schedules, the quickest first. Over files those that read from them; more than half of all are too short to."""
@@ -54,10 +55,10 @@ def test_random_schedules_with_late_copies_and_poisoned_memory(way, group, tmp_p
         with late_files(seed):
             ours, done = run(way, seed, DelayedStreams(seed), tmp_path)
         total += done
-        reference = run(way, seed, ThreadStreams())[0] if way == "tiles" else by_host(seed)[0]
+        reference = run(way, seed, ThreadStreams())[0] if way in IN_TILES else by_host(seed)[0]
         wrong = differing(ours, reference)
         assert not wrong, f"schedule {seed}: {len(wrong)} results differ, first {wrong[0]}"
-        if way == "tiles":
+        if way in IN_TILES:
             assert_within(reference, play(Setup(seed).model, seed, ACTIONS), 1e-5)
     assert total
 
@@ -71,7 +72,7 @@ def test_random_schedules_are_ordered_by_events_and_waits(way, group, tmp_path):
         ours, _ = run(way, seed, checker, tmp_path)
         checker.verify()
         assert not checker.violations
-        assert not differing(ours, run(way, seed, ThreadStreams())[0] if way == "tiles" else by_host(seed)[0])
+        assert not differing(ours, run(way, seed, ThreadStreams())[0] if way in IN_TILES else by_host(seed)[0])
 
 
 @pytest.mark.slow
@@ -89,16 +90,17 @@ def test_random_schedules_over_blocks_of_many_pieces():
 
 # ---- stories that need one wait each
 
-IN_TILES = [scenarios.train, scenarios.raise_in_a_layer, scenarios.drop_on_the_way_back, scenarios.abandon_reloads]
+TILED = [scenarios.train, scenarios.raise_in_a_layer, scenarios.drop_on_the_way_back, scenarios.abandon_reloads]
 """Those in which a tile's forward or backward ends early, and a plain one."""
 WHOLE = [("whole", story) for story in scenarios.STORIES]
-DAILY = [*WHOLE[::2], ("files", scenarios.train)]
-TOLD = [*WHOLE, *(("tiles", story) for story in IN_TILES), *(("files", story) for story in scenarios.STORIES)]
+DAILY = [*WHOLE[::2], ("files", scenarios.train), ("groups", scenarios.raise_while_inputs_are_computed)]
+TOLD = [*WHOLE, *(("tiles", story) for story in TILED)]
+TOLD += [(way, story) for way in ("groups", "files") for story in scenarios.STORIES]
 
 
 @pytest.mark.parametrize("way, story", everyday(TOLD, DAILY))
 def test_stories(way, story, tmp_path):
-    reference = tell(story, ThreadStreams(), way) if way == "tiles" else told(story)[0]
+    reference = tell(story, ThreadStreams(), "tiles") if way in IN_TILES else told(story)[0]
     checker = OrderedStreams()
     assert not differing(tell(story, checker, way, tmp_path), reference)
     assert checker.checked > 100 and not checker.violations
@@ -125,7 +127,7 @@ def test_an_unused_reload_is_dropped_before_another_begins(residents):
 
 # ---- the engine without one of its waits
 
-WAITS = [("whole", wait) for wait in waits()]
+WAITS = [("groups" if "_late" in wait else "whole", wait) for wait in waits()]
 WAITS += [("tiles", wait) for wait in SHOWS_IN_GRADIENTS]
 
 

@@ -57,27 +57,31 @@ def lora(model: nn.Module, dropout: float, targets: list[str]) -> nn.Module:
     return adapted.train()
 
 
-def small(name: str, dtype: torch.dtype = torch.float32, heads: int = 2) -> nn.Module:
-    """Build a family's model with two layers.
+def small(name: str, dtype: torch.dtype = torch.float32, heads: int = 2, layers: int = LAYERS) -> nn.Module:
+    """Build a family's model.
 
     Args:
         heads: key-value heads, where the family has fewer of them than heads.
     """
     if name == "gpt2":
-        return build(name, dtype, n_layer=LAYERS)
+        return build(name, dtype, n_layer=layers)
     if name == "plain":
-        return build(name, dtype, layers=LAYERS)
-    more: dict[str, Any] = {"num_hidden_layers": LAYERS}
+        return build(name, dtype, layers=layers)
+    more: dict[str, Any] = {"num_hidden_layers": layers}
     if name == "gemma3":
-        more["layer_types"] = ["sliding_attention", "full_attention"]
+        more["layer_types"] = ["sliding_attention", "full_attention"] * (layers // 2)
     if name not in ("opt", "neox"):
         more["num_key_value_heads"] = heads
     return build(name, dtype, **more)
 
 
-def config(tile: int = 16, alpha: float = 0.3, groups: int = 1, **more: Any) -> dict[str, Any]:
-    """Return the settings of a model in tiles."""
-    tiles = {"tile_tokens": tile, "head_groups": groups}
+def config(tile: int | None = 16, alpha: float = 0.3, groups: int = 1, **more: Any) -> dict[str, Any]:
+    """Return the settings of a model in tiles.
+
+    Args:
+        tile: None: it is not configured.
+    """
+    tiles = {"head_groups": groups} if tile is None else {"tile_tokens": tile, "head_groups": groups}
     return {"alpha": alpha, "resident_layers": 0, "plan": {"enabled": False}, **tiles, **more}
 
 

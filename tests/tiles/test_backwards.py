@@ -40,7 +40,8 @@ def test_a_gradient_of_a_gradient_is_refused() -> None:
         assert_step(step(tiled, BATCH), step(toy(), BATCH))
 
 
-def test_two_large_tiles_are_back_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("layers, every", [(LAYERS, 1), (4, 3)])
+def test_two_large_tiles_are_back_at_once(layers: int, every: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The one that runs and the next, or as many small ones as take no more bytes."""
     alive: list[list[int]] = []
     reload, buffers = SwapEngine._reload, []
@@ -52,7 +53,7 @@ def test_two_large_tiles_are_back_at_once(monkeypatch: pytest.MonkeyPatch) -> No
             alive.append([storage.nbytes() for buffer in buffers if (storage := buffer()) is not None])
 
     monkeypatch.setattr(SwapEngine, "_reload", counting)
-    with attached(tiled := toy(), alpha=0.0, groups=2):
+    with attached(tiled := toy(layers=layers), alpha=0.0, groups=2, input_every=every):
         for _ in range(2):
             drive(tiled, 0)
     large = max(map(max, alive))

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import importlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -94,16 +95,23 @@ def check(
     batch: tuple[int, int] = BATCH,
     steps: int = 2,
     packed: bool = False,
+    settings: Mapping[str, Any] = MappingProxyType({}),
+    own: Mapping[str, Any] = MappingProxyType({}),
 ) -> Any:
-    """Compare steps in tiles with stock's: the first analyses, the second follows the recipes. Return the report."""
+    """Compare steps in tiles with stock's: the first analyses, the second follows the recipes. Return the report.
+
+    Args:
+        settings: further ones of memo.
+        own: fields of the model's configuration.
+    """
     with float64() if tolerance == EXACT else nullcontext():
-        model = build(name)
+        model = build(name, **own)
         if packed:
             ends = [0, *DOCUMENTS, batch[1]]
             positions = torch.cat([torch.arange(stop - start) for start, stop in itertools.pairwise(ends)]).expand(batch)
             model.register_forward_pre_hook(lambda _, args, named: (args, {**named, "position_ids": positions}), with_kwargs=True)
         loss, want = step(model, batch)
-        with attached(model, tile=tile, alpha=alpha, quiet=True) as handle:
+        with attached(model, tile=tile, alpha=alpha, quiet=True, **settings) as handle:
             for _ in range(steps):
                 with poisoned_memory():
                     found, got = step(model, batch)

@@ -46,19 +46,22 @@ BATCHES = {
 in the rows of a stretch; with tiles of 64, one begins with the second stretch."""
 
 
-def run(name: str, batches: Any, tile: int, alpha: float, ulysses: int = 2) -> tuple[float, dict[str, Any]]:
+def run(
+    name: str, batches: Any, tile: int, alpha: float, ulysses: int = 2, own: dict[str, Any] | None = None, **memo: Any
+) -> tuple[float, dict[str, Any]]:
     """Return the largest relative distance of logits or a gradient from the stock model's, of all ranks, and the report.
 
     Args:
         batches: one, or several for one attached model.
+        own: what the model is configured with besides.
     """
     with float64(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = build(name)
+        model = build(name, **own or {})
         batches = batches if isinstance(batches, Sequence) else [batches]
         wants = [batch.apart(model) for batch in batches]
         sequence.set_up(model, dist.get_world_size(), ulysses=ulysses)
-        handle = ds_memo.attach(model, config(tile, alpha))
+        handle = ds_memo.attach(model, config(tile, alpha, **memo))
         found = []
         for batch, want in zip([batches[0], *batches], [wants[0], *wants], strict=True):
             with poisoned_memory():

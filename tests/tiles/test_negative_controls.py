@@ -247,7 +247,7 @@ def test_attention_that_runs_again(monkeypatch: Patch) -> None:
 
 def test_products_that_run_again(monkeypatch: Patch) -> None:
     """A stored tile's products are computed: the share of recomputed FLOPs shows it."""
-    put_in(monkeypatch, tile_runs, "make_recipe", lambda right, observed, alpha: right(observed, 0.0))
+    put_in(monkeypatch, tile_runs, "make_recipe", lambda right, observed, alpha, keeps: right(observed, 0.0, keeps))
     report = compare(toy(), drive, alpha=1.0)
     assert report["gemm_flops_recomputed_fraction"] > 0.3
 
