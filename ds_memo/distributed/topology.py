@@ -1,8 +1,9 @@
-"""Which ranks wait for each other inside layers, by DeepSpeed's state."""
+"""Which ranks wait for each other inside layers, by DeepSpeed's and FSDP2's state."""
 
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -11,11 +12,11 @@ from ds_memo.distributed.agree import world_size
 
 
 def meet_in_layers(model: nn.Module) -> bool:
-    """Return True if all ranks must call the same layers, because they gather parameters (ZeRO-3, OptimizedLinear) or exchange
-    tokens for experts there."""
+    """Return True if all ranks must call the same layers, because they gather parameters (ZeRO-3, FSDP2, OptimizedLinear) or
+    exchange tokens for experts there."""
     if world_size() == 1:
         return False
-    if is_in_pieces(model) or any(map(is_experts, model.parameters())):
+    if is_in_pieces(model) or units(model) or any(map(is_experts, model.parameters())):
         return True
     return any(getattr(module, "zero_shards", 1) > 1 for module in model.modules())  # deepspeed.linear's
 
@@ -49,6 +50,13 @@ def _ranks_of(module: nn.Module) -> tuple[int, ...]:
     """Return the ranks that share a module; all of them, if its group cannot be told."""
     group = getattr(module, "mp_group", None) or getattr(module, "spg", None)
     return tuple(dist.get_process_group_ranks(group) if isinstance(group, dist.ProcessGroup) else range(world_size()))
+
+
+def units(module: nn.Module) -> list[Any]:
+    """Return the modules inside a module, itself among them, whose parameters FSDP2 (``fully_shard``) gathers and frees."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # else nobody can have called it
+    kind = getattr(fsdp, "FSDPModule", None)
+    return [] if kind is None else [part for part in module.modules() if isinstance(part, kind)]
 
 
 def is_in_pieces(module: nn.Module) -> bool:

@@ -56,13 +56,17 @@ class LazyHead:
         head: a module that computes each row by itself.
         device_bytes: of the device, or what may be used of it.
         warn: warns the user, once.
+        sharded: returns True if FSDP2 gathers and frees the model's parameters, in which logits would find freed memory later.
     """
 
-    def __init__(self, head: nn.Module, device_bytes: int, warn: Callable[[str], None]) -> None:
+    def __init__(
+        self, head: nn.Module, device_bytes: int, warn: Callable[[str], None], sharded: Callable[[], bool] = lambda: False
+    ) -> None:
         _keep_dynamo_out()
         self.module = weakref.ref(head)
         self._device_bytes = device_bytes
         self._warn = warn
+        self._sharded = sharded
         self._alive: weakref.WeakSet[HeadInputs] = weakref.WeakSet()
         self._splits: bool | None = None
         """True if the head computes each row by itself. None: no call yet."""
@@ -127,7 +131,7 @@ class LazyHead:
         """Examine the head in its first call, when ZeRO-3 has gathered it."""
         see_products_of_zero3()
         head = self.module()
-        distributed = any(hasattr(parameter, "device_mesh") for parameter in parameters)  # a DTensor
+        distributed = self._sharded() or any(hasattr(parameter, "device_mesh") for parameter in parameters)  # a DTensor
         distributed |= any(getattr(module, "mp_group", None) is not None for module in head.modules())  # DeepSpeed's AutoTP
         plain = not distributed and all(parameter.is_floating_point() for parameter in parameters)
         splits = plain and (type(head) is nn.Linear or is_by_token(forward, flat_NH[None]))

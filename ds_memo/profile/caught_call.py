@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 
 from ds_memo.distributed.topology import ranks_per_sequence
 from ds_memo.errors import MemoError
-from ds_memo.remat.gathered_params import gathered
+from ds_memo.remat.gathered_params import gathered, reshard
 from ds_memo.remat.layer import Layer
 from ds_memo.remat.layer_call import LayerCall, OwnForward
 from ds_memo.remat.layer_state import unchanged
@@ -260,7 +260,10 @@ def layer_calls(
 
     try:
         with instead(catch), forked(device), hidden_from_training(model), KeepsGiven():
-            model.forward(*tree_map(_copied, args), **tree_map(_copied, kwargs))
+            try:
+                model.forward(*tree_map(_copied, args), **tree_map(_copied, kwargs))
+            finally:
+                reshard(model)  # hooks behind the layers that were caught have not run
     except _Enough:
         pass
     if not calls:

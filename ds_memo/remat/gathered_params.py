@@ -1,13 +1,16 @@
-"""Gather a ZeRO-3 layer, so that it runs without the other ranks."""
+"""Gather a layer whose parameters ranks hold in pieces (ZeRO-3, FSDP2), so that it runs without the other ranks."""
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 from torch import nn
 
+from ds_memo.distributed.topology import units
 from ds_memo.remat.undo import changed
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks")
@@ -19,9 +22,26 @@ def partitioned(module: nn.Module) -> list[nn.Parameter]:
     return [p for p in module.parameters() if hasattr(p, "ds_id") and p.ds_status.name == "NOT_AVAILABLE"]
 
 
+def reshard(model: nn.Module) -> None:
+    """Have FSDP2 free what a forward inside the model's own has gathered, and which did not come to its end.
+
+    The root stays as it is: the model's own forward has begun.
+    """
+    for unit in units(model):
+        state = unit._get_fsdp_state()
+        if state._is_root:
+            continue
+        for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:  # one, to torch 2.11
+            if group is not None:
+                group._training_state = type(group._training_state).IDLE  # else one that stays gathered would stay so
+        unit.reshard()
+
+
 def gathered_bytes(module: nn.Module) -> int:
     """Return the bytes that gathering a layer takes."""
-    return sum(p.ds_numel * p.element_size() for p in partitioned(module))
+    of_units = [p for unit in units(module) for p in unit.parameters(recurse=False) if hasattr(p, "device_mesh")]
+    sharded = [p for p in module.parameters() if hasattr(p, "device_mesh")] if of_units else []
+    return sum(p.ds_numel * p.element_size() for p in partitioned(module)) + sum(p.numel() * p.element_size() for p in sharded)
 
 
 @contextmanager
@@ -33,6 +53,10 @@ def gathered(module: nn.Module) -> Iterator[None]:
     ZeRO-3's prefetch trace. So DeepSpeed's hooks are removed meanwhile, as trl does (models/utils.py,
     unwrap_model_for_generation).
     """
+    if found := units(module):
+        with _unsharded(module, found):
+            yield
+        return
     parts = partitioned(module)
     if not parts:
         yield
@@ -45,6 +69,30 @@ def gathered(module: nn.Module) -> Iterator[None]:
             left = OrderedDict((key, hook) for key, hook in hooks.items() if not _is_deepspeeds(hook))
             stack.enter_context(changed(part, name, left))
         yield
+
+
+@contextmanager
+def _unsharded(module: nn.Module, found: list[Any]) -> Iterator[None]:
+    """Do the same for FSDP2. A unit that was gathered before stays so."""
+    freed = [unit for unit in found if any(hasattr(p, "device_mesh") for p in unit.parameters())]
+    taken = [(part, name, getattr(part, name)) for part in module.modules() for name in _HOOKS]
+    try:
+        for unit in found:
+            unit.unshard()
+        with ExitStack() as stack:
+            for part, name, hooks in taken:
+                left = OrderedDict((key, hook) for key, hook in hooks.items() if not _is_fsdps(hook))
+                stack.enter_context(changed(part, name, left))
+            yield
+    finally:
+        for unit in freed:
+            unit.reshard()
+
+
+def _is_fsdps(hook: Any) -> bool:
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    return (getattr(hook, "__module__", None) or "").startswith("torch.distributed.")
 
 
 def _is_deepspeeds(hook: object) -> bool:

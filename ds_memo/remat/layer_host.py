@@ -14,11 +14,13 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.nn.attention import SDPBackend
 
 from ds_memo.attention_kernel import ASKED, FA3, FA4
+from ds_memo.distributed.topology import units
 from ds_memo.errors import MemoError
 from ds_memo.layer_observer import LayerObserver
 from ds_memo.placement import Placement, PlacementKind
 from ds_memo.remat import attention_kernels, cudnn, follower
 from ds_memo.remat.diagnostics import diagnose, has_compiled
+from ds_memo.remat.gathered_params import gathered
 from ds_memo.remat.layer import Layer
 from ds_memo.remat.recipe import Recipe, SavedOp
 from ds_memo.remat.tensors import tensor_leaves
@@ -215,6 +217,8 @@ class LayerHost:
 
     def gathering(self, module: nn.Module) -> AbstractContextManager[None]:
         """Return a context in which a layer is gathered, if it is in pieces."""
+        if units(module):
+            return gathered(module)
         return nullcontext() if self._gather is None else self._gather(module)
 
     # ---- warnings

@@ -24,6 +24,7 @@ from ds_memo.autotune.kernel_seconds import PartClock
 from ds_memo.autotune.policy import RESIDENTS, PlacementPolicy
 from ds_memo.autotune.tuner import Tuner
 from ds_memo.config import MemoConfig
+from ds_memo.distributed.topology import units
 from ds_memo.errors import MemoError, MemoWarning
 from ds_memo.hf.attention import catch_attention, keep_unobserved_attention, use_one_op
 from ds_memo.layer_observer import LayerObserver
@@ -194,7 +195,8 @@ class Session:
         if self.config.kernels.cross_entropy is None:
             usage, given = device_usage(self.engine.device), self.config.device_memory_gib
             device_bytes = int(given * GIB) if given else usage["total"] if usage else sys.maxsize
-            lazy = LazyHeads(model, self.heads, patches, lambda head: LazyHead(head, device_bytes, self.warn))
+            sharded = lambda: bool(units(self.model()))  # noqa: E731
+            lazy = LazyHeads(model, self.heads, patches, lambda head: LazyHead(head, device_bytes, self.warn, sharded))
             patches.before_forward(within_compiled(model), lazy.find)
 
     def warn(self, message: str) -> None:
