@@ -109,3 +109,10 @@ class TestTwoRanks(DistributedTest):
         monkeypatch.setattr(gathered_params, "units", lambda module: [])
         with pytest.raises(Exception, match=r"mixed torch\.Tensor and DTensor|size|shape|freed|storage"):
             compare("solved")
+
+
+def test_a_model_without_memory_is_refused() -> None:
+    with torch.device("meta"):
+        model = nn.TransformerEncoderLayer(16, 2)
+    with pytest.raises(ds_memo.MemoError, match=r"on the meta device.* Attach it once"):
+        ds_memo.attach(nn.Sequential(model), GIVEN, layers=["0"])
