@@ -54,7 +54,7 @@ def _ranks_of(module: nn.Module) -> tuple[int, ...]:
 
 def units(module: nn.Module) -> list[Any]:
     """Return the modules inside a module, itself among them, whose parameters FSDP2 (``fully_shard``) gathers and frees."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # else nobody can have called it
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # None: nothing is sharded by it
     kind = getattr(fsdp, "FSDPModule", None)
     return [] if kind is None else [part for part in module.modules() if isinstance(part, kind)]
 
