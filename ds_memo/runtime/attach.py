@@ -101,11 +101,11 @@ def attach_model(
     check_residents(config, len(found))
     if device is None:
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    if device.type == "meta":
-        raise MemoError(
-            f"{type(model).__name__} is on the meta device: its weights have no memory yet, and where they will be is not known. "
-            "Attach it once they have (to_empty, or a loaded checkpoint)"
-        )
+        if device.type == "meta":
+            raise MemoError(
+                f"{type(model).__name__} is on the meta device: its weights have no memory yet, and where they will be is not known. "
+                "Attach it once they have (to_empty, or a loaded checkpoint)"
+            )
     device = _usable(device)
     if ties is None and config.plan.enabled:  # an engine's model was joined before DeepSpeed made copies
         gradients = (parameter.grad for parameter in model.parameters() if parameter.grad is not None)

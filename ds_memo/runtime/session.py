@@ -195,7 +195,7 @@ class Session:
         if self.config.kernels.cross_entropy is None:
             usage, given = device_usage(self.engine.device), self.config.device_memory_gib
             device_bytes = int(given * GIB) if given else usage["total"] if usage else sys.maxsize
-            sharded = lambda: bool(units(self.model()))  # noqa: E731
+            sharded = lambda: (owner := self.model()) is not None and bool(units(owner))  # noqa: E731
             lazy = LazyHeads(model, self.heads, patches, lambda head: LazyHead(head, device_bytes, self.warn, sharded))
             patches.before_forward(within_compiled(model), lazy.find)
 
