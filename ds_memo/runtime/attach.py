@@ -103,8 +103,8 @@ def attach_model(
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         if device.type == "meta":
             raise MemoError(
-                f"{type(model).__name__} is on the meta device: its weights have no memory yet, and where they will be is not known. "
-                "Attach it once they have (to_empty, or a loaded checkpoint)"
+                f"{type(model).__name__} is on the meta device: its weights have no memory yet, and where they will be is not "
+                "known. Attach it once they have (to_empty, or a loaded checkpoint)"
             )
     device = _usable(device)
     if ties is None and config.plan.enabled:  # an engine's model was joined before DeepSpeed made copies
