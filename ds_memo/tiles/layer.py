@@ -378,6 +378,7 @@ class TiledCall:
             reached, inputs, left = self._runs.run(span, x, carry, mode or nullcontext(), seed=tile.seed)
             ends = [leaf for leaf in reached.leaves if isinstance(leaf, torch.Tensor)]
             self._refuse_other_gradients([*ends, *left], inputs)
+            del ends  # they would be there while the next tile runs
             if mode is not None:
                 tile.followed = mode.followed
             gathered.add(number, reached)
