@@ -16,7 +16,7 @@ def meet_in_layers(model: nn.Module) -> bool:
     exchange tokens for experts there."""
     if world_size() == 1:
         return False
-    if is_in_pieces(model) or units(model) or any(map(is_experts, model.parameters())):
+    if is_in_pieces(model) or any(map(is_experts, model.parameters())):
         return True
     return any(getattr(module, "zero_shards", 1) > 1 for module in model.modules())  # deepspeed.linear's
 
@@ -60,8 +60,8 @@ def units(module: nn.Module) -> list[Any]:
 
 
 def is_in_pieces(module: nn.Module) -> bool:
-    """Return True if ZeRO-3 has partitioned its parameters."""
-    return any(hasattr(parameter, "ds_id") for parameter in module.parameters())
+    """Return True if ZeRO-3 or FSDP2 has divided its parameters among the ranks."""
+    return any(hasattr(parameter, "ds_id") for parameter in module.parameters()) or bool(units(module))
 
 
 def gathers_by_module(layer: nn.Module) -> bool:

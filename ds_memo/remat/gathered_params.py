@@ -39,8 +39,7 @@ def reshard(model: nn.Module) -> None:
 
 def gathered_bytes(module: nn.Module) -> int:
     """Return the bytes that gathering a layer takes."""
-    of_units = [p for unit in units(module) for p in unit.parameters(recurse=False) if hasattr(p, "device_mesh")]
-    sharded = [p for p in module.parameters() if hasattr(p, "device_mesh")] if of_units else []
+    sharded = [p for p in module.parameters() if hasattr(p, "device_mesh")] if units(module) else []
     return sum(p.ds_numel * p.element_size() for p in partitioned(module)) + sum(p.numel() * p.element_size() for p in sharded)
 
 

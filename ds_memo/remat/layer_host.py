@@ -210,10 +210,9 @@ class LayerHost:
 
     # ---- a layer inside another one's backward
 
-    @property
-    def can_gather(self) -> bool:
-        """True if a layer that is in pieces can be gathered there."""
-        return self._gather is not None
+    def can_gather(self, module: nn.Module) -> bool:
+        """Return True if a layer that is in pieces can be gathered there."""
+        return self._gather is not None or bool(units(module))
 
     def gathering(self, module: nn.Module) -> AbstractContextManager[None]:
         """Return a context in which a layer is gathered, if it is in pieces."""

@@ -29,8 +29,10 @@ def without_inputs(
     """
     found, freed, held, size, of_group = list(kinds), 0, 0, 1, 0
     for index in range(len(kinds) - 1, -1, -1):
-        if kinds[index] in _SWAPPED:
+        if kinds[index] is PlacementKind.SWAPPED:
             of_group += blocks[index]
+        elif kinds[index] is PlacementKind.SWAPPED_ATTENTION_RECOMPUTED:
+            of_group += inputs[index]
         below = kinds[index - 1] if index else PlacementKind.NO_RECOMPUTE
         may = kinds[index] is PlacementKind.SWAPPED and follows[index] and keeps_attention(below)
         if may and size < every and held + inputs[index] <= freed:
@@ -44,6 +46,3 @@ def without_inputs(
 def keeps_attention(kind: PlacementKind) -> bool:
     """Return True if the backward can compute what such a layer has returned without attention."""
     return not kind.recomputes_attention and kind is not PlacementKind.NO_RECOMPUTE
-
-
-_SWAPPED = (PlacementKind.SWAPPED, PlacementKind.SWAPPED_ATTENTION_RECOMPUTED)

@@ -161,7 +161,7 @@ class TiledCall:
             MemoError: other ranks run posts with this one, and it cannot.
         """
         tiled, below = self._tiled, self._grouping.latest
-        if tiled.in_pieces and not self._host.can_gather:
+        if tiled.in_pieces and not self._host.can_gather(tiled.module):
             self._why_stored = CANNOT_GATHER
             return
         lower, why = self._grouping.below(hidden, self._spans, self._striped is not None)

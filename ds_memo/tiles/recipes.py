@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ds_memo.distributed.agree import world_size
-from ds_memo.distributed.topology import is_in_pieces, ranks_per_sequence, units
+from ds_memo.distributed.topology import is_in_pieces, ranks_per_sequence
 from ds_memo.remat.layer import Layer
 from ds_memo.remat.recipe import Recipe
 from ds_memo.tiles.probe_result import Shapes
@@ -74,7 +74,7 @@ class TiledLayer:
         self.agree_on_input = agree_on_input
         self.exchanges = exchanges
         self.in_pieces = is_in_pieces(module)
-        self.gathers_with_others = (self.in_pieces or bool(units(module))) and world_size() > 1
+        self.gathers_with_others = self.in_pieces and world_size() > 1
         self._ran = False
         self.striped = False
         """True if ranks that share a sequence have put its tokens in the order of tiles."""

@@ -158,11 +158,11 @@ class Tiling:
         """Enter a call that ran whole in its group. Other ranks may compute its input, and gather the layer below with this."""
         member, module = Member(call.layer), call.layer.module()
         below = self._grouping.latest
-        may_follow = call.placement.kind is PlacementKind.SWAPPED_WITHOUT_INPUT and host.can_gather and agree.world_size() > 1
+        may_follow = call.placement.kind is PlacementKind.SWAPPED_WITHOUT_INPUT and agree.world_size() > 1
         if may_follow and below is not None and below.layer.index == call.layer.index - 1:
             member.below = below
             tensors = [tensor for tensor in tensor_leaves(out) if tensor.requires_grad]
-            if tensors and module is not None and is_in_pieces(module):
+            if tensors and module is not None and is_in_pieces(module) and host.can_gather(module):
 
                 def backward_begins(gradient: Any) -> None:
                     compute_inputs(member, host.gathering)

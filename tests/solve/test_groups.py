@@ -52,10 +52,11 @@ def test_a_step_never_holds_more_than_after_its_forward(seed: int) -> None:
     n = draw.randint(1, 40)
     inputs, blocks = [draw.randint(1, 9) for _ in range(n)], []
     blocks = [nbytes + draw.randint(0, 12) for nbytes in inputs]
-    kinds = draw.choices((SWAPPED, AGAIN, ON_DEVICE), (8, 1, 1), k=n)
+    kinds = draw.choices((SWAPPED, AGAIN, ON_DEVICE), (8, 3, 1), k=n)
     found = without_inputs(kinds, draw.choice((2, 4, ALL)), [True] * n, inputs, blocks)
-    held = [0 if kind is ON_DEVICE else nbytes for kind, nbytes in zip(found, blocks, strict=True)]
-    held = [nbytes - (kind is COMPUTED) * own for nbytes, kind, own in zip(held, found, inputs, strict=True)]
+    of_kind = {SWAPPED: lambda own, both: both, COMPUTED: lambda own, both: both - own, AGAIN: lambda own, both: own}
+    of_kind[ON_DEVICE] = lambda own, both: 0
+    held = [of_kind[kind](own, both) for kind, own, both in zip(found, inputs, blocks, strict=True)]
     most, filled = sum(held), set()
     for index in range(n - 1, -1, -1):
         below = index
