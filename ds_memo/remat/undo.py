@@ -3,14 +3,17 @@
 KeyboardInterrupt may come inside an ``__exit__`` or a ``finally``, before that has put anything back. So blocks nest, and a block
 also ends those inside it that were not ended. One interrupt hits the end of one block at most: if it is the outermost, all others
 have ended. What is left of a block that was never ended does nothing when the garbage collector comes to it.
+Generators of others do something then: PyTorch's ``_pop_mode_temporarily`` pushes its mode. So those in the traceback are closed first.
 """
 
 from __future__ import annotations
 
 import functools
 import threading
+import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import _GeneratorContextManager, contextmanager
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -47,11 +50,25 @@ class Undoing:
     def __enter__(self) -> Any:
         _thread.open.append(self)
 
-    def __exit__(self, *exception: Any) -> None:
-        blocks = _thread.open
-        while self in blocks:
-            blocks[-1]._undo()
-            blocks.pop()
+    def __exit__(self, kind: Any, exception: Any, raised_in: TracebackType | None) -> None:
+        try:
+            if raised_in is not None:
+                _close_generators(raised_in)
+        finally:
+            blocks = _thread.open
+            while self in blocks:
+                blocks[-1]._undo()
+                blocks.pop()
+
+
+_ENDS = {_GeneratorContextManager.__enter__.__code__, _GeneratorContextManager.__exit__.__code__}
+
+
+def _close_generators(raised_in: TracebackType) -> None:
+    """Close the generators of contexts that were interrupted while they were entered or left."""
+    for frame, _ in traceback.walk_tb(raised_in):
+        if frame.f_code in _ENDS:
+            frame.f_locals["self"].gen.close()
 
 
 @contextmanager

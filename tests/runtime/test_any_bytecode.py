@@ -37,8 +37,9 @@ FILES = (
     str(Path(ds_memo.__file__).parent),
     *(file.__file__ for file in (_python_dispatch, torch.utils.checkpoint, torch.autograd.graph, contextlib)),
 )
-LEAK = ("PUSH_EXC_INFO", "COPY", "POP_EXCEPT")
-"""Bytecodes of handlers. CPython never frees the frame if a trace function raises there, and looks for no signal there."""
+LEAK = ("PUSH_EXC_INFO", "COPY", "POP_EXCEPT", "NOP")
+"""Bytecodes at which CPython looks for no signal. At those of handlers it never frees the frame if a trace function raises; the
+NOP of a ``try`` right inside a ``with`` lies outside of that block."""
 BATCH = Batch.random(1, 23)
 
 Place = tuple[CodeType, int, int]
