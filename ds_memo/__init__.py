@@ -35,7 +35,7 @@ _MODULES = {
     "attach": "ds_memo.runtime.attach",
     "checkpoint": "ds_memo.runtime.attach",
     "initialize": "ds_memo.deepspeed.initialize",
-    "install": "ds_memo.deepspeed.install",
+    "install": "ds_memo.integrations.install",
     "keep_whole": "ds_memo.remat.functions",
     "report": "ds_memo.runtime.attach",
 }

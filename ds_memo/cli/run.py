@@ -23,8 +23,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ds_memo.deepspeed.launched_by import GIVEN, LISTENER
 from ds_memo.errors import MemoConfigError, MemoError, brief, quoted
+from ds_memo.runtime.launched_by import GIVEN, LISTENER
 
 STARTUP = str(Path(__file__).with_name("startup"))
 IDLE = (

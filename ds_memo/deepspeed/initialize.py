@@ -26,7 +26,7 @@ from torch import nn
 import ds_memo
 from ds_memo.autotune.model_profile import shared_settings
 from ds_memo.config import SECTION, MemoConfig, memo_config
-from ds_memo.deepspeed import checkpoint_api, launched_by, sequence
+from ds_memo.deepspeed import checkpoint_api, sequence
 from ds_memo.deepspeed.engine_hooks import hook_engine, weakly
 from ds_memo.deepspeed.first_compile import announce_first_compile
 from ds_memo.deepspeed.gather_again import gathers_again
@@ -41,6 +41,7 @@ from ds_memo.hf import kernels
 from ds_memo.hf.find_layers import find_layers
 from ds_memo.memory.device import join_split_blocks, keep_blocks_whole
 from ds_memo.nvme.open_files import shares_drives_with
+from ds_memo.runtime import launched_by
 from ds_memo.runtime.attach import attach_model, check_residents, refuse_attached, take_from_engine
 from ds_memo.runtime.conflicts import refuse_config, refuse_model
 from ds_memo.runtime.handle import MemoHandle

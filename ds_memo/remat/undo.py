@@ -3,7 +3,7 @@
 KeyboardInterrupt may come inside an ``__exit__`` or a ``finally``, before that has put anything back. So blocks nest, and a block
 also ends those inside it that were not ended. One interrupt hits the end of one block at most: if it is the outermost, all others
 have ended. What is left of a block that was never ended does nothing when the garbage collector comes to it.
-Generators of others do something then: PyTorch's ``_pop_mode_temporarily`` pushes its mode. So those in the traceback are closed first.
+Generators of others do something then (PyTorch's ``_pop_mode_temporarily`` pushes its mode), so those in a traceback are closed.
 """
 
 from __future__ import annotations

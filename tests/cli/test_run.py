@@ -89,7 +89,7 @@ def probe(_=None):
     importlib.util.find_spec("deepspeed")
     if not before[0]:
         return before
-    from ds_memo.deepspeed import launched_by
+    from ds_memo.runtime import launched_by
     return *before, watches(), launched_by.section, {"torch", "numpy", "deepspeed"} & set(sys.modules)
 
 if __name__ == "__main__":
@@ -117,8 +117,10 @@ def test_which_processes_are_under_memo(tmp_path: Path) -> None:
         f"{sys.executable} {own} own",
     )
     code, out, err = prefixed("--memo", memo, "sh", "-c", "; ".join(lines))
-    found = "(['sitecustomize'], False, ['ds_memo.deepspeed.install'], {'alpha': 0.5}, set())"
-    installed = "(['ds_memo.deepspeed.install', 'sitecustomize'], True, ['ds_memo.deepspeed.install'], {'alpha': 0.25}, set())"
+    found = "(['sitecustomize'], False, ['ds_memo.integrations.install'], {'alpha': 0.5}, set())"
+    installed = (
+        "(['ds_memo.integrations.install', 'sitecustomize'], True, ['ds_memo.integrations.install'], {'alpha': 0.25}, set())"
+    )
     assert out.splitlines() == [
         f"spawn {found}",
         f"spawned {found}",

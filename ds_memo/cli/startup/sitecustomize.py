@@ -17,7 +17,7 @@ class _Watch:
 
         sys.meta_path[:] = [finder for finder in sys.meta_path if finder is not self]
         try:
-            from ds_memo.deepspeed.install import install_as_told
+            from ds_memo.integrations.install import install_as_told
 
             install_as_told()
         except Exception as error:

@@ -16,7 +16,7 @@ from torch import nn
 
 import ds_memo
 from ds_memo.deepspeed import checkpoint_api as redirected
-from ds_memo.deepspeed.install import uninstall
+from ds_memo.integrations.install import uninstall
 from tests.deepspeed.engines import MEMO, ON_ONE_CPU_RANK, deepspeed, ds_config, train
 from tests.models import LAYERS, Batch, Block, Toy, build, step
 from tests.processes import python
@@ -155,7 +155,8 @@ assert spec.origin.endswith("__init__.py") and spec.submodule_search_locations a
 import deepspeed
 from ds_memo.deepspeed import initialize as ours
 assert deepspeed.initialize is ours.initialize is ds_memo.initialize
-assert type(deepspeed.__loader__).__module__ != "ds_memo.deepspeed.install" and deepspeed.__spec__.loader is deepspeed.__loader__
+assert type(deepspeed.__loader__).__module__ != "ds_memo.integrations.install"
+assert deepspeed.__spec__.loader is deepspeed.__loader__
 assert not any(type(finder).__module__.startswith("ds_memo.") for finder in sys.meta_path)
 """
     done = python("-c", code)

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
-from ds_memo.deepspeed import launched_by
+from ds_memo.runtime import launched_by
 
 WATCHED = "deepspeed"
 
