@@ -60,7 +60,7 @@ def _others() -> list[str]:
         f"| `torch.compile` | {', '.join(COMPILED)}: `tests/compiled_layers` | DeepCompile, `tile_tokens` | other models |",
         f"| `nvme` | {', '.join(files)}: `tests/nvme` | network file systems without O_DIRECT | other models |",
         "| AutoTP | Llama, two ranks: `tests/deepspeed/test_tensor_parallel.py` | | with Ulysses |",
-        "| FSDP2, by `ds_memo.attach` | Llama, two ranks, whole logits: `tests/distributed/test_fsdp2.py` | | on a GPU |",
+        "| FSDP2, by `ds_memo.attach` | Llama, two ranks: `tests/distributed/test_fsdp2.py` | | on a GPU |",
         "| pipeline parallelism | | `PipelineModule` | |",
         "| devices | CPUs, NVIDIA's GPUs | AMD's (ROCm), and all others | a MIG slice: its memory counts, and `mfu` is None |",
     ]

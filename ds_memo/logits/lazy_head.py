@@ -56,17 +56,22 @@ class LazyHead:
         head: a module that computes each row by itself.
         device_bytes: of the device, or what may be used of it.
         warn: warns the user, once.
-        sharded: returns True if FSDP2 gathers and frees the model's parameters, in which logits would find freed memory later.
+        keep_before_freeing: has its second argument called before the parameters of a module are freed. It returns False if that
+            cannot be done.
     """
 
     def __init__(
-        self, head: nn.Module, device_bytes: int, warn: Callable[[str], None], sharded: Callable[[], bool] = lambda: False
+        self,
+        head: nn.Module,
+        device_bytes: int,
+        warn: Callable[[str], None],
+        keep_before_freeing: Callable[[nn.Module, Callable[[], None]], bool] = lambda head, keep: True,
     ) -> None:
         _keep_dynamo_out()
         self.module = weakref.ref(head)
         self._device_bytes = device_bytes
         self._warn = warn
-        self._sharded = sharded
+        self._keep_before_freeing = keep_before_freeing
         self._alive: weakref.WeakSet[HeadInputs] = weakref.WeakSet()
         self._splits: bool | None = None
         """True if the head computes each row by itself. None: no call yet."""
@@ -122,18 +127,19 @@ class LazyHead:
             return call_head(content, inputs, parameters, flat_NH)
 
     def keep_values(self) -> None:
-        """Have logits that the script still holds be those of the weights before an optimizer's step."""
+        """Have logits that the script still holds be those of the weights as they are, before they are changed or freed."""
         raise_what_is_known()
         for inputs in self._alive:
             inputs.keep_values()
 
     def _examine(self, forward: Callable[..., Any], flat_NH: torch.Tensor, parameters: list[nn.Parameter]) -> None:
-        """Examine the head in its first call, when ZeRO-3 has gathered it."""
+        """Examine the head in its first call, when ZeRO-3 or FSDP2 has gathered it."""
         see_products_of_zero3()
         head = self.module()
-        distributed = self._sharded() or any(hasattr(parameter, "device_mesh") for parameter in parameters)  # a DTensor
+        distributed = any(hasattr(parameter, "device_mesh") for parameter in parameters)  # a DTensor
         distributed |= any(getattr(module, "mp_group", None) is not None for module in head.modules())  # DeepSpeed's AutoTP
         plain = not distributed and all(parameter.is_floating_point() for parameter in parameters)
+        plain = plain and self._keep_before_freeing(head, self.keep_values)
         splits = plain and (type(head) is nn.Linear or is_by_token(forward, flat_NH[None]))
         if not splits:
             self._splits, self.bytes = False, None

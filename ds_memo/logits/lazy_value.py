@@ -31,6 +31,12 @@ CHANGED = (
 )
 
 
+FREED = (
+    "logits are read after the memory of the output head's weights was freed by what had gathered them. Read them before, or set "
+    'memo.kernels.cross_entropy to "whole"'
+)
+
+
 class HeadInputs:
     """Tensors that lazy logits hold: the hidden states, and the head's parameters as they were at the call.
 
@@ -48,8 +54,10 @@ class HeadInputs:
         """Return the head's parameters as they were at the call.
 
         Raises:
-            MemoError: they or the hidden states were changed since, by another than an optimizer's step.
+            MemoError: they or the hidden states were changed since, by another than an optimizer's step, or they are freed.
         """
+        if any(map(_is_freed, self._values)):
+            raise MemoError(FREED)
         for what, now, then in zip(("hidden states", "weights"), self._versions_now(), self._versions, strict=True):
             if now != then:
                 raise MemoError(CHANGED.format(what))
@@ -63,15 +71,19 @@ class HeadInputs:
         )
 
     def keep_values(self) -> None:
-        """Copy parameters that an optimizer's step is about to change in place."""
+        """Copy parameters that are about to be changed in place by an optimizer's step, or freed by FSDP2."""
         versions = self._versions[1]
         for index, (value, parameter) in enumerate(zip(self._values, self._parameters, strict=True)):
-            if value.data_ptr() == parameter.data_ptr():
+            if value.data_ptr() == parameter.data_ptr() and not _is_freed(value):
                 self._values[index] = value.clone()
                 versions[index] = 0 if versions[index] == version_of(value) else -1
 
     def _versions_now(self) -> tuple[list[int], list[int]]:
         return [version_of(self.hidden_NH)], [version_of(value) for value in self._values]
+
+
+def _is_freed(value: torch.Tensor) -> bool:
+    return bool(value.numel()) and not value.untyped_storage().nbytes()
 
 
 def sums_of(hidden_NH: torch.Tensor, parameters: Sequence[torch.Tensor]) -> torch.Tensor:

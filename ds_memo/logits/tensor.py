@@ -28,6 +28,7 @@ from ds_memo.logits.lazy_value import HeadInputs, LazyValue, PerRow, results
 from ds_memo.logits.nodes import NO_WHOLE_GRADIENT, Derive, Follow, OutputHead, Reduce, Whole, identity
 from ds_memo.logits.shared_memory import Memory, View
 from ds_memo.remat.autocast import autocast_as, autocast_now
+from ds_memo.remat.gathered_params import is_fsdps
 from ds_memo.remat.tensors import storage_of, tensor_leaves, version_of
 from ds_memo.units import GIB
 
@@ -315,6 +316,8 @@ def _version(logits: LazyLogits) -> int:
 def _hook(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Register a hook: all gradients of logits as they are now must come to it, and none of those before a change in place."""
     logits, memory = args[0], args[0].memory
+    if is_fsdps(args[1]):  # it gathers once a gradient comes, and returns that as it is
+        return _native(func, args, kwargs)
     if logits.is_real and not memory.has_changed:
         raise MemoError(f"a hook on lazy logits that '{memory.op}' has made real. Register it before")
     if memory.joined:

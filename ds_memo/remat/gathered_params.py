@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -31,10 +31,56 @@ def reshard(model: nn.Module) -> None:
         state = unit._get_fsdp_state()
         if state._is_root:
             continue
-        for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:  # one, to torch 2.11
-            if group is not None:
-                group._training_state = type(group._training_state).IDLE  # else one that stays gathered would stay so
+        for group in _groups(state):
+            group._training_state = type(group._training_state).IDLE  # else one that stays gathered would stay so
         unit.reshard()
+
+
+def _groups(state: Any) -> list[Any]:
+    """Return what a unit of FSDP2 gathers at once: one, to torch 2.11."""
+    found = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    return [group for group in found if group is not None]
+
+
+def tell_before_freeing(
+    model: nn.Module, module: nn.Module, act: Callable[[], None], undo_with: Callable[[Callable[[], None]], Any]
+) -> bool:
+    """Have FSDP2 call `act` before it frees gathered parameters of a module. Parameters that it does not free are left alone.
+
+    Args:
+        undo_with: is given what gives FSDP2 its own methods back.
+
+    Returns:
+        False if it cannot be told.
+    """
+    parts = set(module.modules())
+    try:
+        if any(unit is not module for unit in units(module)):  # freed inside the module's own forward
+            return False
+        for group in [group for unit in units(model) for group in _groups(unit._get_fsdp_state())]:
+            infos = [parameter._module_info for parameter in group.fsdp_params]
+            if any(not parts.isdisjoint((info.module, *info.shared_modules)) for info in infos):
+                for name in ("_to_sharded", "_to_sharded_post_forward"):
+                    free, before = getattr(group, name), vars(group).get(name)
+                    if not _tells(free, act):
+                        setattr(group, name, functools.partial(_told_first, act, free))
+                        undo_with(
+                            functools.partial(vars(group).pop, name)
+                            if before is None
+                            else functools.partial(setattr, group, name, before)
+                        )
+    except AttributeError:  # another torch's FSDP2
+        return False
+    return True
+
+
+def _tells(free: Any, act: Callable[[], None]) -> bool:
+    return isinstance(free, functools.partial) and (free.args[0] == act or _tells(free.args[1], act))
+
+
+def _told_first(act: Callable[[], None], free: Callable[[], None]) -> None:
+    act()
+    free()
 
 
 def gathered_bytes(module: nn.Module) -> int:
@@ -80,7 +126,7 @@ def _unsharded(module: nn.Module, found: list[Any]) -> Iterator[None]:
             unit.unshard()
         with ExitStack() as stack:
             for part, name, hooks in taken:
-                left = OrderedDict((key, hook) for key, hook in hooks.items() if not _is_fsdps(hook))
+                left = OrderedDict((key, hook) for key, hook in hooks.items() if not is_fsdps(hook))
                 stack.enter_context(changed(part, name, left))
             yield
     finally:
@@ -88,7 +134,8 @@ def _unsharded(module: nn.Module, found: list[Any]) -> Iterator[None]:
             unit.reshard()
 
 
-def _is_fsdps(hook: Any) -> bool:
+def is_fsdps(hook: Any) -> bool:
+    """Return True for a hook by which FSDP2 gathers or frees; those on tensors return gradients as they are."""
     while isinstance(hook, functools.partial):
         hook = hook.func
     return (getattr(hook, "__module__", None) or "").startswith("torch.distributed.")

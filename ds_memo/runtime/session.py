@@ -24,7 +24,6 @@ from ds_memo.autotune.kernel_seconds import PartClock
 from ds_memo.autotune.policy import RESIDENTS, PlacementPolicy
 from ds_memo.autotune.tuner import Tuner
 from ds_memo.config import MemoConfig
-from ds_memo.distributed.topology import units
 from ds_memo.errors import MemoError, MemoWarning
 from ds_memo.hf.attention import catch_attention, keep_unobserved_attention, use_one_op
 from ds_memo.layer_observer import LayerObserver
@@ -36,6 +35,7 @@ from ds_memo.nvme.open_files import open_files
 from ds_memo.planned_alloc.runtime import Addresses
 from ds_memo.remat import attention_kernels
 from ds_memo.remat.diagnostics import within_compiled
+from ds_memo.remat.gathered_params import tell_before_freeing
 from ds_memo.remat.layer import Layer
 from ds_memo.remat.layer_host import LayerHost
 from ds_memo.remat.modes import inside_a_layer
@@ -195,9 +195,13 @@ class Session:
         if self.config.kernels.cross_entropy is None:
             usage, given = device_usage(self.engine.device), self.config.device_memory_gib
             device_bytes = int(given * GIB) if given else usage["total"] if usage else sys.maxsize
-            sharded = lambda: (owner := self.model()) is not None and bool(units(owner))  # noqa: E731
-            lazy = LazyHeads(model, self.heads, patches, lambda head: LazyHead(head, device_bytes, self.warn, sharded))
+            make = functools.partial(LazyHead, device_bytes=device_bytes, warn=self.warn, keep_before_freeing=self._keep)
+            lazy = LazyHeads(model, self.heads, patches, make)
             patches.before_forward(within_compiled(model), lazy.find)
+
+    def _keep(self, head: nn.Module, keep: Callable[[], None]) -> bool:
+        model = self.model()
+        return model is not None and tell_before_freeing(model, head, keep, self.patches.undo_with)
 
     def warn(self, message: str) -> None:
         """Warn and show it in the report: once, also where sizes differ from those of an earlier one (another batch)."""
