@@ -122,7 +122,9 @@ class CompiledForward(OwnForward):
             return why
         if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
             return HOOKS
-        if any(map(is_traceable_wrapper_subclass, (*call.layer.parameters, *call.args, *call.kwargs.values()))):
+        module = call.layer.module()
+        parameters = () if module is None else module.parameters()  # as they are now: FSDP2 has gathered them
+        if any(map(is_traceable_wrapper_subclass, (*parameters, *call.args, *call.kwargs.values()))):
             return "has tensor subclasses (DTensor, quantised weights) among its inputs or parameters"
         return None
 
