@@ -5,8 +5,8 @@
         --model ds_configs/models/llama3-8b.json --seq-length 64K --steps 8
 
 The script runs unchanged, on the emulated device (emulator.py) and as one of ranks that all do the same (emulated_ranks.py):
-ZeRO, Ulysses, buckets and gathers are DeepSpeed's, of full size, and no number is computed. So losses mean nothing, nor does a
-"speed" that the script prints by the host's clock. Times printed here come from a table, never from a GPU.
+ZeRO, Ulysses, buckets and gathers are DeepSpeed's, of full size, and no number is computed; so are FSDP2's of a plain loop. So losses
+mean nothing, nor does a "speed" that the script prints by the host's clock. Times printed here come from a table, never from a GPU.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from benchmarks.emulated_process import run_emulated, without_values
 from benchmarks.emulated_ranks import NAME, among
@@ -29,6 +30,8 @@ from benchmarks.emulated_steps import HEADER, Step, line
 from benchmarks.emulated_time import Clock, keeping_time
 from ds_memo.deepspeed import sequence
 from ds_memo.estimate import hardware
+from ds_memo.runtime import attach
+from ds_memo.runtime.handle import MemoHandle
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -81,23 +84,35 @@ def rehearse(clock: Clock, ranks: int, rank: int, rows: list[dict[str, Any]], sc
     sequence.refuse_inexact = lambda model, forward: None  # it compares values, and there are none
     running: dict[Any, Step] = {}
     said: set[str] = set()
-    init, take_step = deepspeed.init_distributed, deepspeed.DeepSpeedEngine.step
+    init, take_step, in_engine = deepspeed.init_distributed, deepspeed.DeepSpeedEngine.step, []
+
+    def ended(of: Any, handle: Any) -> None:
+        if of in running:
+            rows.append(running[of].row(len(rows) + 2, "no memo"))
+            told = [word for word in (*rows[-1]["changes"], *rows[-1]["warnings"]) if word not in said]
+            print(line(rows[-1]), *told, sep="\n     ", file=sys.stderr)
+            said.update(told)
+        else:
+            print("\n" + HEADER, file=sys.stderr)
+        running[of] = Step(clock, handle)
 
     def step(engine: Any, *args: Any, **kwargs: Any) -> Any:
+        in_engine.append(engine)
         result = take_step(engine, *args, **kwargs)
+        in_engine.pop()
         if engine.is_gradient_accumulation_boundary():
-            if engine in running:
-                rows.append(running[engine].row(len(rows) + 2, "no memo"))
-                told = [word for word in (*rows[-1]["changes"], *rows[-1]["warnings"]) if word not in said]
-                print(line(rows[-1]), *told, sep="\n     ", file=sys.stderr)
-                said.update(told)
-            else:
-                print("\n" + HEADER, file=sys.stderr)
-            running[engine] = Step(clock, getattr(engine, "memo", None))
+            ended(engine, getattr(engine, "memo", None))
         return result
 
+    def plain_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if not in_engine:
+            session = next(iter(attach._attached.values()), None)
+            ended(optimizer, None if session is None else MemoHandle(session))
+
     deepspeed.init_distributed = lambda *args, **kwargs: init(dist_backend=NAME)
+    torch.distributed.init_process_group = lambda *args, **kwargs: None  # it is there
     deepspeed.DeepSpeedEngine.step = step
+    register_optimizer_step_post_hook(plain_step)
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(Path(script).resolve().parent))
     runpy.run_path(script, run_name="__main__")

@@ -61,7 +61,12 @@ def units(module: nn.Module) -> list[Any]:
 
 def is_in_pieces(module: nn.Module) -> bool:
     """Return True if ZeRO-3 or FSDP2 has divided its parameters among the ranks."""
-    return any(hasattr(parameter, "ds_id") for parameter in module.parameters()) or bool(units(module))
+    return any(map(is_zero3s, module.parameters())) or bool(units(module))
+
+
+def is_zero3s(parameter: nn.Parameter) -> bool:
+    """Return True for a parameter that ZeRO-3 gathers and frees."""
+    return hasattr(parameter, "ds_id")
 
 
 def gathers_by_module(layer: nn.Module) -> bool:

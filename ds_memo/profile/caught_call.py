@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from ds_memo.distributed.topology import ranks_per_sequence
+from ds_memo.distributed.topology import is_zero3s, ranks_per_sequence
 from ds_memo.errors import MemoError
 from ds_memo.remat.gathered_params import gathered, reshard
 from ds_memo.remat.layer import Layer
@@ -296,7 +296,7 @@ def _output(call: CaughtCall, run: Callable[[], Any]) -> Any:
 def _run_once(call: CaughtCall, run: Callable[[], Any]) -> Any:
     """Run a layer without saving anything. Its outputs require a gradient where they would in training. They are copies, because
     later code may change them in place."""
-    counted = any(hasattr(parameter, "ds_id") for parameter in call.layer.parameters)  # ZeRO-3 would wait for the backward
+    counted = any(map(is_zero3s, call.layer.parameters))  # ZeRO-3 would wait for the backward
     drop = torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing)
     with torch.set_grad_enabled(not counted), drop, gathered(call.layer.module()):
         out = run()

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from ds_memo.distributed.topology import units
+from ds_memo.distributed.topology import is_zero3s, units
 from ds_memo.remat.undo import changed
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks")
@@ -19,7 +19,7 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks")
 
 def partitioned(module: nn.Module) -> list[nn.Parameter]:
     """Return the parameters that ZeRO-3 holds partitioned over the ranks now."""
-    return [p for p in module.parameters() if hasattr(p, "ds_id") and p.ds_status.name == "NOT_AVAILABLE"]
+    return [p for p in module.parameters() if is_zero3s(p) and p.ds_status.name == "NOT_AVAILABLE"]
 
 
 def reshard(model: nn.Module) -> None:

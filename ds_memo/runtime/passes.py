@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ds_memo.autotune.probe_forward import TrainingPass
+from ds_memo.distributed.topology import is_in_pieces
 from ds_memo.memory.device import device_usage
 from ds_memo.placement import Tiles
 from ds_memo.profile.caught_call import AsCalled, as_it_is
@@ -99,10 +100,11 @@ class Passes:
     def _may_tile_evaluation(self, model: nn.Module, training: bool) -> bool:
         """Have a long forward without gradients run in tiles where no training pass came before it. Return True if it will.
 
-        Under ZeRO-3 layers in tiles must be gathered whole from the same pass on, and ranks may evaluate other lengths.
+        Under ZeRO-3 layers in tiles must be gathered whole from the same pass on, a check of tiles gathers by itself, and ranks
+        may evaluate other lengths.
         """
         tiling = self._session.tiling
-        if training or tiling is None or torch.is_grad_enabled() or any(hasattr(p, "ds_id") for p in model.parameters()):
+        if training or tiling is None or torch.is_grad_enabled() or is_in_pieces(model):
             return False
         tiling.without_gradients = Tiles(LONG)
         return True
