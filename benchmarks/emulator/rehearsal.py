@@ -5,8 +5,8 @@
         --model ds_configs/models/llama3-8b.json --seq-length 64K --steps 8
 
 The script runs unchanged, on the emulated device (emulator.py) and as one of ranks that all do the same (emulated_ranks.py):
-ZeRO, Ulysses, buckets and gathers are DeepSpeed's, of full size, and no number is computed; so are FSDP2's of a plain loop. So losses
-mean nothing, nor does a "speed" that the script prints by the host's clock. Times printed here come from a table, never from a GPU.
+ZeRO, FSDP2, Ulysses, buckets and gathers are DeepSpeed's or PyTorch's, of full size, and no number is computed. So losses mean
+nothing, nor does a "speed" that the script prints by the host's clock. Times printed here come from a table, never from a GPU.
 """
 
 from __future__ import annotations
