@@ -21,6 +21,7 @@ from ds_memo.memory.device import join_split_blocks
 from ds_memo.remat.diagnostics import within_compiled
 from ds_memo.remat.modes import inside_a_layer
 from ds_memo.runtime.active_forward import in_forward
+from ds_memo.runtime.conflicts import refuse_fsdp1
 from ds_memo.runtime.handle import MemoHandle
 from ds_memo.runtime.optimizer_hooks import watch_optimizers
 from ds_memo.runtime.passes import Passes
@@ -92,6 +93,7 @@ def attach_model(
     if not config.enabled and "enabled" in config.model_fields_set:
         raise MemoConfigError("memo.enabled: got false; attach() was asked to put the model under ds_memo, so true or nothing")
     refuse_attached(model)
+    refuse_fsdp1(model)
     found = [(name, within_compiled(module)) for name, module in find_layers(model, layers)]
     for name, module in found:
         if any(session.owns(module) for session in _attached.values()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -48,6 +49,23 @@ def refuse_model(layers: list[tuple[str, nn.Module]]) -> None:
     for _, layer in layers:
         if is_huggingface_layer(layer):
             refuse_offload(layer.__dict__.get("_gradient_checkpointing_func"))
+
+
+def refuse_fsdp1(model: nn.Module) -> None:
+    """Refuse a model whose parameters are parts of a flat one (``FullyShardedDataParallel``), or plain tensors in its place.
+
+    Raises:
+        MemoError: naming what to use.
+    """
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)  # None: not imported
+    if kind is None:
+        return
+    parameters = list(model.parameters())
+    if not parameters or hasattr(parameters[0], "_fsdp_flattened") or any(isinstance(part, kind) for part in model.modules()):
+        raise MemoError(
+            "the model is under FullyShardedDataParallel (FSDP1), which has put its parameters into flat ones. Use "
+            "FSDP2: torch.distributed.fsdp.fully_shard, or fsdp_version: 2 in Accelerate's configuration"
+        )
 
 
 def refuse_offload(function: Any) -> None:

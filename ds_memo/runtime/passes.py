@@ -60,8 +60,10 @@ class Passes:
             session.slab.budget.pass_begins()
             session.engine.free_failed_graphs()
             session.patches.hold()
-            if not session.passes and conflicts.is_offloaded():
-                session.warn(conflicts.OFFLOADED)
+            if not session.passes:
+                conflicts.refuse_fsdp1(module)
+                if conflicts.is_offloaded():
+                    session.warn(conflicts.OFFLOADED)
             compiled = as_called is not as_it_is or (not session.passes and has_compiled(module))
             if self._gather_whole is not None and compiled:
                 self._gather_whole(session.modules())  # hooks inside a layer cannot be traced

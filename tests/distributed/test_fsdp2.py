@@ -18,7 +18,8 @@ from torch import nn
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import ds_memo
@@ -260,6 +261,19 @@ class TestTwoRanks(DistributedTest):
         monkeypatch.setattr(gathered_params, "_told_first", lambda act, free: free())
         with pytest.raises(ds_memo.MemoError, match="freed"):
             compare(CASES["lazy, a head of its own"], exact=False)
+
+    @pytest.mark.parametrize("before", [False, True])
+    @pytest.mark.parametrize("original", [False, True])
+    def test_fsdp1_is_refused(self, original: bool, before: bool) -> None:
+        model = made(LARGE)
+        if before:
+            ds_memo.attach(model, GIVEN)
+        policy = ModuleWrapPolicy({type(model.model.layers[0])})
+        sharded = FullyShardedDataParallel(
+            model, auto_wrap_policy=policy, device_id=torch.device("cpu"), use_orig_params=original
+        )
+        with pytest.raises(ds_memo.MemoError, match=r"FSDP1.* fsdp_version: 2"):
+            sharded(input_ids=torch.zeros(1, 8, dtype=torch.long)) if before else ds_memo.attach(sharded, GIVEN)
 
     def test_detach_gives_fsdp2_its_methods_back(self) -> None:
         model = sharded(made(LARGE), {"head": True})
