@@ -106,3 +106,15 @@ def test_the_ring_is_ordered(capfd: pytest.CaptureFixture[str]) -> None:
     (line,) = [line for line in layers(capfd, "order") if "nothing orders" in line]
     checked, races = (int(word.replace(",", "")) for word in line.split() if word[0].isdigit())
     assert checked > 10_000 and races == 0
+
+
+def test_a_plain_loop_under_fsdp2_is_ordered_and_planned(capfd: pytest.CaptureFixture[str]) -> None:
+    script = Path(rehearsal.__file__).parent / "scripts" / "fsdp2.py"
+    memo = json.dumps({"alpha": 0.5, "resident_layers": 1})
+    assert rehearsal.main(["--ranks", "8", "--device-gib", "80", str(script), "16384", memo, "order"]) == 0
+    found = capfd.readouterr()
+    (line,) = [line for line in found.out.splitlines() if "nothing orders" in line]
+    checked, races = (int(word.replace(",", "")) for word in line.split() if word[0].isdigit())
+    assert checked > 5_000 and races == 0
+    last = [line.split() for line in found.err.splitlines() if line.lstrip().startswith("5 ")][-1]
+    assert float(last[4]) > 5 and int(last[7]) > 1500, "an arena, and requests that it served"

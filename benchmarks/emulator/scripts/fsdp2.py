@@ -3,11 +3,13 @@
     python -m benchmarks.rehearsal --ranks 8 --device-gib 80 benchmarks/emulator/scripts/fsdp2.py 262144
 
 Llama-3-8B's width and vocabulary, 8 layers, each a unit of ``fully_shard``, the model's own loss. A second argument is the "memo"
-section's JSON; "stock" leaves memo out, and recomputes layers as ``gradient_checkpointing_enable`` does.
+section's JSON; "stock" leaves memo out, and recomputes layers as ``gradient_checkpointing_enable`` does. With "order" behind it,
+the last forward and backward look for accesses that nothing orders.
 """
 
 import json
 import sys
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
@@ -16,7 +18,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import ds_memo
+from benchmarks.emulated_order import Unordered
 
+STEPS = 6
 length, memo = int(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else "{}"
 shape = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
 dist.init_process_group("nccl")
@@ -36,8 +40,12 @@ if memo == "stock":
 else:
     ds_memo.attach(model, json.loads(memo))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
-for _ in range(6):
+for step in range(STEPS):
     ids = torch.randint(0, config.vocab_size, (1, length), device="cuda")
-    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    with Unordered() if step == STEPS - 1 and sys.argv[-1] == "order" else nullcontext() as found:
+        outputs = model(input_ids=ids, labels=ids, use_cache=False)
+        outputs.loss.backward()
     optimizer.step()
     optimizer.zero_grad()
+if found is not None:
+    print(found)
