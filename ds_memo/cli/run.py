@@ -4,8 +4,8 @@
     ds-memo run accelerate launch --config_file c.yaml train.py ARGS
     ds-memo run --memo '{"enabled": true}' llamafactory-cli train cfg.yaml     # for DeepSpeed configurations without the section
 
-The folder startup goes first on PYTHONPATH. Its sitecustomize waits until the process imports deepspeed, then calls
-install_as_told(). At the end, a line on stderr says if no process called deepspeed.initialize.
+The folder startup goes first on PYTHONPATH. Its sitecustomize waits until the process imports deepspeed or accelerate, then calls
+install(). At the end, a line on stderr says if no process called deepspeed.initialize or prepared a model by Accelerate.
 """
 
 from __future__ import annotations
@@ -21,15 +21,14 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
-from ds_memo.errors import MemoConfigError, MemoError, brief, quoted
-from ds_memo.runtime.launched_by import GIVEN, LISTENER
+from ds_memo.errors import MemoError, quoted
+from ds_memo.runtime.launched_by import GIVEN, LISTENER, VARIABLE, read_section
 
 STARTUP = str(Path(__file__).with_name("startup"))
 IDLE = (
-    "ds-memo run: no process on this machine called deepspeed.initialize under memo. If none did elsewhere, memo had no effect: "
-    "docs/integrations.md says which processes are not reached"
+    "ds-memo run: no process on this machine called deepspeed.initialize or prepared a model by Accelerate under memo. If none "
+    "did elsewhere, memo had no effect: docs/integrations.md says which processes are not reached"
 )
 _PASSED_ON = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2}
 
@@ -37,7 +36,9 @@ _PASSED_ON = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, sign
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "ds-memo run [--memo JSON] COMMAND ARGS"
     parser.epilog = "Example: ds-memo run deepspeed train.py --deepspeed_config ds.json"
-    parser.add_argument("--memo", metavar="JSON", help='the "memo" section, for DeepSpeed configurations that have none')
+    parser.add_argument(
+        "--memo", metavar="JSON", help='the "memo" section, or a file of it: for models without DeepSpeed, or a JSON without one'
+    )
     parser.add_argument("command", metavar="COMMAND ARGS", nargs=argparse.REMAINDER, help="as without the prefix")
 
 
@@ -49,8 +50,11 @@ def run(args: argparse.Namespace) -> int:
     paths = os.environ.get("PYTHONPATH")
     behind = [folder for folder in paths.split(os.pathsep) if folder != STARTUP] if paths else []
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([STARTUP, *behind])}
-    if args.memo is not None:
-        environment[GIVEN] = json.dumps(section(args.memo)).encode().hex()
+    source, given = "--memo", args.memo
+    if given is None and GIVEN not in os.environ:
+        source, given = VARIABLE, os.environ.get(VARIABLE) or None
+    if given is not None:
+        environment[GIVEN] = json.dumps(read_section(given, source)).encode().hex()
     try:
         if LISTENER in os.environ:  # inside another `ds-memo run`, which listens
             os.execvpe(command[0], command, environment)
@@ -67,26 +71,6 @@ def run(args: argparse.Namespace) -> int:
     if code < 0:
         _end_by(signal.Signals(-code))
     return code
-
-
-def section(text: str) -> Mapping[str, Any]:
-    """Return the section of --memo.
-
-    Raises:
-        MemoConfigError: the text is no JSON, or a value is refused.
-    """
-    from ds_memo.config import memo_config
-
-    try:
-        memo = json.loads(text)
-        memo_config(memo)
-    except RecursionError:
-        raise MemoConfigError(f"--memo {brief(text)}: it is nested too deeply, expected a JSON object") from None
-    except ValueError as error:  # MemoConfigError is one
-        raise MemoConfigError(
-            f"--memo {brief(text)}: {'; '.join(str(error).splitlines())}; quote the JSON for the shell"
-        ) from None
-    return memo
 
 
 def _was_told(listener: socket.socket) -> bool:

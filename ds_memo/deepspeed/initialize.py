@@ -5,9 +5,7 @@ from __future__ import annotations
 import base64
 import functools
 import inspect
-import json
 import os
-import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -23,8 +21,6 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.module import PipelineModule
 from torch import nn
 
-import ds_memo
-from ds_memo.autotune.model_profile import shared_settings
 from ds_memo.config import SECTION, MemoConfig, memo_config
 from ds_memo.deepspeed import checkpoint_api, sequence
 from ds_memo.deepspeed.engine_hooks import hook_engine, weakly
@@ -33,8 +29,7 @@ from ds_memo.deepspeed.gather_again import gathers_again
 from ds_memo.deepspeed.rebind import Taken, other_holders, replace_in_modules, restore
 from ds_memo.deepspeed.run_ahead_limit import limit_run_ahead
 from ds_memo.deepspeed.whole_layers import WholeLayers, forget_order, mark_around_leaf_modules
-from ds_memo.distributed import agree
-from ds_memo.distributed.lost_ranks import in_words, naming_lost_ranks
+from ds_memo.distributed.lost_ranks import naming_lost_ranks
 from ds_memo.distributed.store import groups_wait_no_longer
 from ds_memo.errors import MemoError, MemoWarning
 from ds_memo.hf import kernels
@@ -45,10 +40,9 @@ from ds_memo.runtime import launched_by
 from ds_memo.runtime.attach import attach_model, check_residents, refuse_attached, take_from_engine
 from ds_memo.runtime.conflicts import refuse_config, refuse_model
 from ds_memo.runtime.handle import MemoHandle
-from ds_memo.runtime.report import report as made_report
+from ds_memo.runtime.ranks_alike import compare, heard_by_others, shared_by_ranks
+from ds_memo.runtime.say import say, tell_what_moved
 from ds_memo.runtime.session import EngineTies, Session
-from ds_memo.show.report_table import budget_in_words
-from ds_memo.units import MIB
 
 NO_SECTION = (
     f'this engine runs without memo: its DeepSpeed configuration has no "{SECTION}" section. Add "{SECTION}": '
@@ -61,10 +55,6 @@ MISSPELLED = (
 NOT_ENABLED = (
     f'this engine runs without memo: the "{SECTION}" section does not say "enabled": true. Add that, or false to have no warning'
 )
-LATE = (
-    "rank {} waits in ds_memo.initialize, and ranks {} have not come there for {:g} s. Do they run under ds_memo? Where a script "
-    "starts its ranks by itself (Lightning, mp.spawn), start it with ds-memo run COMMAND, or call ds_memo.install() in it"
-)
 TOO_LATE = (
     "ds_memo.install() came after deepspeed.initialize was kept by {}: engines made through that run without memo. Call "
     "install() before, or make engines with deepspeed.initialize"
@@ -74,10 +64,6 @@ NO_LAUNCHER = (
     "GPU too: deepspeed train.py, torchrun train.py, or ds-memo run deepspeed train.py"
 )
 _LAUNCHERS_SET = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-ARRIVAL_S = 60.0
-"""Seconds until a rank warns of others that have not come to initialize()."""
-_FAILED = "error"
-"""Under which a rank tells of an error in place of what it was given."""
 initialized = False
 """True once initialize() was called."""
 _replaced: Callable[..., tuple] | None = None
@@ -116,7 +102,7 @@ def initialize(*args: Any, **kwargs: Any) -> tuple:
             warnings.warn(NO_SECTION, MemoWarning, stacklevel=2)
     announce_first_compile()
     with ExitStack() as undo, naming_lost_ranks("ds_memo.initialize"):
-        with _heard_by_others():
+        with heard_by_others():
             config = memo_config(section.get(SECTION, {}))
             if SECTION in section and "enabled" not in config.model_fields_set:
                 warnings.warn(NOT_ENABLED, MemoWarning, stacklevel=2)
@@ -125,7 +111,7 @@ def initialize(*args: Any, **kwargs: Any) -> tuple:
             if config.enabled:
                 _refuse_pipelines(asked["model"])
                 if why := _takes_no_steps(asked, section):
-                    _say(f"leaves this {type(asked['model']).__name__} alone: {why}, so its engine takes no steps")
+                    say(f"leaves this {type(asked['model']).__name__} alone: {why}, so its engine takes no steps")
                     config = config.model_copy(update={"enabled": False})
             if config.enabled:
                 shared |= _prepared(asked, config, section, undo)
@@ -134,7 +120,8 @@ def initialize(*args: Any, **kwargs: Any) -> tuple:
                 sequence.refuse_conflicts(section)
         with _words_for_mpi():
             _start_process_group(asked)
-            _compare(shared, wait=config.enabled or SECTION in section)
+            wait = config.enabled or SECTION in section
+            compare(shared, ("memo.enabled", sequence.FIELD), "ds_memo.initialize", wait)  # a rank without memo tells no more
             with groups_wait_no_longer():
                 if makes_groups:
                     asked["mpu"] = sequence.set_up(asked["model"], ranks, config.ulysses_size)
@@ -232,7 +219,7 @@ def attach_engine(engine: deepspeed.DeepSpeedEngine, config: MemoConfig) -> Sess
         gather_whole=whole.gather,
         gather_again=gathers_again(engine),
         on_last_micro_batch=weakly(engine.is_gradient_accumulation_boundary),
-        tell_what_moved=_tell_what_moved if _replaced else None,
+        tell_what_moved=tell_what_moved if _replaced else None,
     )
     session = attach_model(engine.module, config, config.layers, engine.device, ties)
     hook_engine(engine, session)
@@ -245,17 +232,6 @@ def attach_engine(engine: deepspeed.DeepSpeedEngine, config: MemoConfig) -> Sess
     return session
 
 
-@contextmanager
-def _heard_by_others() -> Iterator[None]:
-    """Tell the other ranks, which wait in :func:`_compare`, of an error."""
-    try:
-        yield
-    except Exception as error:
-        if torch.distributed.is_initialized():
-            agree.announce(json.dumps({_FAILED: in_words(error)}), wait=False)
-        raise
-
-
 def _prepared(asked: dict[str, Any], config: MemoConfig, section: dict[str, Any], undo: ExitStack) -> dict[str, Any]:
     """Refuse what memo cannot do, and put kernels in place; return what all ranks must share, by name."""
     # DeepSpeed calls functions of torch by names that torch 2.13 deprecates; a warning at each step hides others.
@@ -266,18 +242,11 @@ def _prepared(asked: dict[str, Any], config: MemoConfig, section: dict[str, Any]
     layers = find_layers(model, config.layers)
     refuse_model(layers)
     check_residents(config, len(layers))
-    zero, parameters = section.get("zero_optimization"), list(model.parameters())
+    zero = section.get("zero_optimization")
     shared = {
-        **shared_settings(config),
+        **shared_by_ranks(config, model, len(layers)),
         "zero_optimization.stage": zero.get("stage", 0) if isinstance(zero, dict) else 0,
         "gradient_accumulation_steps": section.get("gradient_accumulation_steps"),
-        "the model": type(model).__name__,
-        "its layers": len(layers),
-        "its parameters": len(parameters),
-        "its frozen parameters": sum(not parameter.requires_grad for parameter in parameters),
-        "its types": sorted({str(parameter.dtype) for parameter in parameters}),
-        "its attention": getattr(getattr(model, "config", None), "_attn_implementation", None),
-        "the version of ds_memo": ds_memo.__version__,
     }
     if config.tile_tokens or config.groups_inputs:
         mark_around_leaf_modules([layer for _, layer in layers])
@@ -293,29 +262,6 @@ def _start_process_group(asked: dict[str, Any]) -> None:
     deepspeed.init_distributed(
         dist_backend=get_accelerator().communication_backend_name(), **{name: asked[name] for name in names if name in asked}
     )
-
-
-def _compare(settings: dict[str, Any], wait: bool) -> None:
-    """Refuse ranks that were given other things than this one: they would wait for each other.
-
-    Args:
-        wait: hear what the others say; False: only tell them.
-
-    Raises:
-        MemoError: the names of what differs, with all values; or another rank's error.
-        Absent: a rank has not come.
-    """
-
-    def remind(late: list[int]) -> None:
-        warnings.warn(LATE.format(torch.distributed.get_rank(), late, ARRIVAL_S), MemoWarning, stacklevel=4)
-
-    by_rank = [json.loads(text) for text in agree.announce(json.dumps(settings), wait, ARRIVAL_S, remind)]
-    failed = [f"rank {rank}: {answer[_FAILED]}" for rank, answer in enumerate(by_rank) if _FAILED in answer]
-    if failed:
-        raise agree.Failed(failed)
-    first = [{name: answer[name] for name in ("memo.enabled", sequence.FIELD)} for answer in by_rank]
-    for shared in (first, by_rank):  # a rank without memo tells no more
-        agree.refuse_differences("the configuration", shared)
 
 
 def _say_who_shares_drives(session: Session, section: dict[str, Any]) -> None:
@@ -334,35 +280,6 @@ def _say_who_shares_drives(session: Session, section: dict[str, Any]) -> None:
                 f"zero_optimization.{key} keeps its states on a file system of memo.nvme.path: each takes bandwidth from the "
                 "other. What memo measures at the first step does not have ZeRO's transfers in it. Give each drives of its own"
             )
-
-
-def _tell_what_moved(session: Session) -> bool:
-    """Print what memo did, since the script was not changed and its user wants to see an effect. Return True if it is told.
-
-    What is solved automatically is solved again after the first step, which shows the memory of head and loss.
-    """
-    report = made_report(session)
-    first = session.speed.steps == 1
-    if first and not report["active"] and report["predicted"] is not None:
-        return False
-    steps = "step" if first else "two steps"
-    if report["active"]:
-        line = (
-            f"is active: {report['bytes_to_host'] / MIB:.1f} MiB went to the host in the first {steps} "
-            f"(alpha {report['alpha']:.3g}, {report['resident_layers']} of {report['layers']} layers resident)"
-        )
-        if report["predicted"] is not None:
-            line += f"; device budget: {budget_in_words(report['predicted']['device_budget'])}"
-    else:
-        line = f"moved no bytes in the first {steps}: {report['binding']}"
-    _say(line)
-    return True
-
-
-def _say(line: str) -> None:
-    started = torch.distributed.is_initialized()
-    if (torch.distributed.get_rank() if started else int(os.environ.get("RANK", 0))) == 0:
-        print(f"ds_memo {line}", file=sys.stderr)
 
 
 def _misspelled(config: Mapping[str, Any]) -> str | None:

@@ -25,7 +25,7 @@ from ds_memo.runtime.conflicts import refuse_fsdp1
 from ds_memo.runtime.handle import MemoHandle
 from ds_memo.runtime.optimizer_hooks import watch_optimizers
 from ds_memo.runtime.passes import Passes
-from ds_memo.runtime.session import EngineTies, Session, module_of
+from ds_memo.runtime.session import NO_ENGINE, EngineTies, Session, module_of
 from ds_memo.runtime.steps import step_begins, step_ended
 
 _attached: weakref.WeakKeyDictionary[nn.Module, Session] = weakref.WeakKeyDictionary()
@@ -64,15 +64,26 @@ def attach(
         MemoError: already attached, the layers are not known, a kernel is missing, or there is no such device. The model is as
             it was.
     """
+    return MemoHandle(attach_without_engine(model, config, layers, device))
+
+
+def attach_without_engine(
+    model: nn.Module,
+    config: Mapping[str, Any] | MemoConfig,
+    layers: Iterable[str | nn.Module] | None = None,
+    device: torch.device | None = None,
+    ties: EngineTies = NO_ENGINE,
+) -> Session:
+    """Do the same as attach. Steps of torch's optimizers are followed."""
     config = memo_config(config)
     if config.kernels.adam:
         raise MemoConfigError(
             "memo.kernels.adam: the optimizer is DeepSpeed's to make; use ds_memo.initialize, or make it yourself"
         )
-    session = attach_model(model, config, config.layers if layers is None else layers, device)
+    session = attach_model(model, config, config.layers if layers is None else layers, device, ties)
     for end in watch_optimizers(session.model, session, step_begins, step_ended):
         session.patches.undo_with(end)
-    return MemoHandle(session)
+    return session
 
 
 def attach_model(
@@ -80,12 +91,12 @@ def attach_model(
     config: Mapping[str, Any] | MemoConfig,
     layers: Iterable[str | nn.Module] | None = None,
     device: torch.device | None = None,
-    ties: EngineTies | None = None,
+    ties: EngineTies = NO_ENGINE,
 ) -> Session:
     """Do the same as attach; the caller tells when optimizer steps begin and end.
 
     Args:
-        ties: what an engine brings, which has given its model the kernels already; None: there is no engine.
+        ties: what an engine brings, which has given its model the kernels already.
     """
     config = memo_config(config)
     if not isinstance(model, nn.Module):
@@ -109,14 +120,14 @@ def attach_model(
                 "known. Attach it once they have (to_empty, or a loaded checkpoint)"
             )
     device = _usable(device)
-    if ties is None and config.plan.enabled:  # an engine's model was joined before DeepSpeed made copies
+    if not ties.of_engine and config.plan.enabled:  # an engine's model was joined before DeepSpeed made copies
         gradients = (parameter.grad for parameter in model.parameters() if parameter.grad is not None)
         join_split_blocks(device, (*model.parameters(), *model.buffers(), *gradients))
     with ExitStack() as undo:
-        if ties is None:
+        if not ties.of_engine:
             undo.enter_context(use_kernels(model, config, device))  # last: a refusal leaves the model as it was
         try:
-            session = Session(model, config, found, device, ties or EngineTies())
+            session = Session(model, config, found, device, ties)
             with ExitStack() as failed:
                 failed.callback(session.patches.undo)
                 Passes(session, model)
@@ -201,22 +212,34 @@ def checkpoint(
     return torch_checkpoint(fn, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state, **kwargs)
 
 
-def report(engine_or_handle: Any) -> dict[str, Any]:
+def report(of: Any) -> dict[str, Any]:
     """Return what ds_memo is set to and what it did, as a dict; printed, it is a table.
 
     Args:
-        engine_or_handle: an engine from ``ds_memo.initialize`` or a handle from ``ds_memo.attach``.
+        of: an engine from ``ds_memo.initialize``, a handle from ``ds_memo.attach``, or a model that is attached, wrapped or not.
 
     Raises:
         MemoError: it was never put under ds_memo, or is detached.
     """
-    handle = engine_or_handle if isinstance(engine_or_handle, MemoHandle) else getattr(engine_or_handle, "memo", None)
-    if not isinstance(handle, MemoHandle):
+    if (handle := handle_of(of)) is None:
         raise MemoError(
-            f"{type(engine_or_handle).__name__} is not under ds_memo: report() takes an engine from ds_memo.initialize whose "
-            'config has "memo": {"enabled": true}, or a handle from ds_memo.attach'
+            f"{type(of).__name__} is not under ds_memo: report() takes an engine from ds_memo.initialize whose config has "
+            '"memo": {"enabled": true}, a handle from ds_memo.attach, or a model that is attached'
         )
     return handle.report()
+
+
+def handle_of(what: Any) -> MemoHandle | None:
+    """Return the handle of an engine, of an attached model, or of one that holds or is a part of it (DDP's, torch.compile's)."""
+    handle = what if isinstance(what, MemoHandle) else getattr(what, "memo", None)
+    if isinstance(handle, MemoHandle):
+        return handle
+    if not isinstance(what, nn.Module):
+        return None
+    for model, session in list(_attached.items()):
+        if any(model is part for part in what.modules()) or any(what is part for part in model.modules()):
+            return MemoHandle(session)
+    return None
 
 
 def attached() -> list[Session]:

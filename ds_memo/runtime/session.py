@@ -78,6 +78,9 @@ class EngineTies:
     """Called with the session after each step until it returns True. None: no line is printed."""
 
 
+NO_ENGINE = EngineTies()
+
+
 class Session:
     """A model under ds_memo. Made by attach_model.
 

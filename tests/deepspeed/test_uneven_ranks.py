@@ -31,6 +31,7 @@ from ds_memo.deepspeed import initialize as integration
 from ds_memo.deepspeed import sequence
 from ds_memo.distributed import agree, lost_ranks
 from ds_memo.profile import run
+from ds_memo.runtime import ranks_alike
 from ds_memo.solve import headroom
 from ds_memo.solve.placement_kinds import place
 from ds_memo.solve.refusals import NothingFits
@@ -250,7 +251,7 @@ class TestMissingRanks(DistributedTest):
 
     def test_a_rank_that_does_not_run_under_memo_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """It would be waited for, without a reason."""
-        monkeypatch.setattr(integration, "ARRIVAL_S", 0.5)
+        monkeypatch.setattr(ranks_alike, "ARRIVAL_S", 0.5)
         _set_pg_timeout(timedelta(seconds=2), torch.distributed.group.WORLD)
         if dist.get_rank() == 0:
             late = r"waits in ds_memo.initialize, and ranks \[1\] have not come there for 0.5 s"

@@ -1,18 +1,22 @@
 """Preference tuning with TRL's DPOTrainer and a reference model, as in its documentation; it knows nothing of ds_memo.
 
 [ds-memo run] deepspeed dpo.py --deepspeed ds.json --output_dir DIR …                         (TRL's DPOConfig)
+[ds-memo run] accelerate launch dpo.py --output_dir DIR …
 """
 
 import copy
+import sys
 
-import deepspeed
 import torch
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import HfArgumentParser, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import DPOConfig, DPOTrainer
 
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # CPU ranks talk over gloo; nothing has to be compiled
+if any(word.startswith("--deepspeed") for word in sys.argv):
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # CPU ranks talk over gloo; nothing has to be compiled
 
 
 def main() -> None:

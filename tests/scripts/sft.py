@@ -1,9 +1,11 @@
 """Supervised fine-tuning with TRL's SFTTrainer and LoRA from PEFT, as in its documentation; it knows nothing of ds_memo.
 
 [ds-memo run] deepspeed sft.py --deepspeed ds.json --output_dir DIR …                         (TRL's SFTConfig)
+[ds-memo run] accelerate launch sft.py --output_dir DIR …
 """
 
-import deepspeed
+import sys
+
 import torch
 from datasets import Dataset
 from peft import LoraConfig
@@ -11,7 +13,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import HfArgumentParser, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # CPU ranks talk over gloo; nothing has to be compiled
+if any(word.startswith("--deepspeed") for word in sys.argv):
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # CPU ranks talk over gloo; nothing has to be compiled
 
 
 def main() -> None:

@@ -1,18 +1,22 @@
 """A training script with the Hugging Face Trainer, as in its documentation; it knows nothing of ds_memo.
 
 [ds-memo run] deepspeed trainer.py --deepspeed ds.json --output_dir DIR …        (Hugging Face TrainingArguments)
+[ds-memo run] accelerate launch trainer.py --output_dir DIR …
 """
 
 import os
+import sys
 from dataclasses import dataclass
 
-import deepspeed
 import torch
 from accelerate import ParallelismConfig
 from accelerate.utils import DeepSpeedSequenceParallelConfig
 from transformers import HfArgumentParser, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # CPU ranks talk over gloo; nothing has to be compiled
+if any(word.startswith("--deepspeed") for word in sys.argv):
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # CPU ranks talk over gloo; nothing has to be compiled
 
 
 class Numbers(torch.utils.data.Dataset):
@@ -50,7 +54,8 @@ def main() -> None:
     trainer = Trainer(model=model, args=args, train_dataset=Numbers())
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     trainer.save_model(os.path.join(args.output_dir, "final"))
-    torch.distributed.barrier()  # gloo's threads let go of the last tensors here: in an interpreter that ends they would abort
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()  # gloo's threads let go of the last tensors here; as the interpreter ends they would abort
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Started by every Python under `ds-memo run`: the folder is on PYTHONPATH, where Python imports this name.
 
-The Python may be of any version, with or without ds_memo. Nothing happens and nothing is imported until it imports deepspeed.
+The Python may be of any version, with or without ds_memo. Nothing happens and nothing is imported until it imports deepspeed or
+accelerate.
 """
 
 import os
@@ -8,21 +9,21 @@ import sys
 
 
 class _Watch:
-    """A finder before all others that calls install_as_told() once deepspeed is imported or searched for."""
+    """A finder before all others that calls install() once one of the two is imported or searched for."""
 
     def find_spec(self, name, path=None, target=None):
-        if name != "deepspeed":
+        if name not in ("deepspeed", "accelerate"):
             return None
         from importlib.util import find_spec
 
         sys.meta_path[:] = [finder for finder in sys.meta_path if finder is not self]
         try:
-            from ds_memo.integrations.install import install_as_told
+            from ds_memo.integrations.install import install
 
-            install_as_told()
+            install()
         except Exception as error:
             if find_spec(name):
-                sys.stderr.write("ds-memo run: " + sys.executable + " runs DeepSpeed without memo: " + str(error) + "\n")
+                sys.stderr.write("ds-memo run: " + sys.executable + " runs " + name + " without memo: " + str(error) + "\n")
         return find_spec(name)
 
 
