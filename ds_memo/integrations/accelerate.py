@@ -21,10 +21,6 @@ from ds_memo.errors import MemoError, MemoWarning
 from ds_memo.runtime import launched_by
 
 ALONE = "this {} runs without memo: {}"
-FSDP1 = (
-    "Accelerate prepared this model with version 1 of FSDP (FullyShardedDataParallel), whose flat parameters memo cannot gather "
-    'again. Set fsdp_version: 2 in the YAML of Accelerate, "version": 2 in the Trainer\'s fsdp_config, or leave memo out'
-)
 _stock: dict[str, Callable[..., Any]] = {}
 """Accelerate's own methods, by name, once install() has replaced them."""
 
@@ -121,15 +117,7 @@ def _attach(accelerator: Accelerator, prepared: nn.Module, for_evaluation: bool)
 
 
 def _not_for_memo(accelerator: Accelerator, model: nn.Module) -> str:
-    """Return why memo leaves a model alone that trains; an empty string if it does not.
-
-    Raises:
-        MemoError: it is sharded by FSDP's first version.
-    """
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    if any(isinstance(part, FullyShardedDataParallel) for part in model.modules()):
-        raise MemoError(FSDP1)
+    """Return why memo leaves a model alone that trains; an empty string if it does not."""
     sizes = getattr(accelerator, "parallelism_config", None)
     for kind, key in (("tensor", "tp_size"), ("context", "cp_size")):
         if sizes is not None and getattr(sizes, key, 1) > 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -87,6 +88,18 @@ class ModulePatches:
                 self.before_forward(module, conflicts.refuse_cache)
             if fills_a_cache(module):
                 self.before_forward(module, conflicts.fill_no_cache)
+
+    def activation_wrappers(self, model: nn.Module, layers: list[nn.Module]) -> None:
+        """Have torch's wrappers that checkpoint or offload (Accelerate's for FSDP), around layers or inside them, just call what
+        they wrap: memo sees to what is kept and what is computed again."""
+        wrappers = sys.modules.get("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
+        if wrappers is None:
+            return
+        parts = {part for layer in layers for part in layer.modules()}
+        for module in model.modules():
+            if isinstance(module, wrappers.ActivationWrapper) and not parts.isdisjoint(module.modules()):
+                wrapped = module._checkpoint_wrapped_module
+                self._set(module, "forward", Patched(wrapped, module.forward, functools.partial(_under_dynamo, wrapped)))
 
     def before_forward(
         self,

@@ -185,6 +185,7 @@ class Session:
 
     def _patch(self, model: nn.Module, layers: list[tuple[str, nn.Module]]) -> None:
         patches = self.patches
+        patches.activation_wrappers(model, [module for _, module in layers])
         for layer, (_, module) in zip(self.layers, layers, strict=True):
             patches.layer(module, functools.partial(self.remat.run, layer))
         if self.config.may_tile:

@@ -19,6 +19,8 @@ def set_device(self: PartialState) -> None:
     self.device = torch.device("cpu")
 
 
+if not torch.distributed.is_initialized():
+    torch.distributed.init_process_group("gloo")  # Accelerate would start one for its own kinds of ranks
 PartialState._prepare_backend = prepare_backend
 PartialState.set_device = set_device
 sys.argv[:] = sys.argv[1:]
