@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map
 
 from ds_memo.distributed.topology import is_zero3s, ranks_per_sequence
 from ds_memo.errors import MemoError
+from ds_memo.remat.autocast import autocast_now
 from ds_memo.remat.gathered_params import gathered, reshard
 from ds_memo.remat.layer import Layer
 from ds_memo.remat.layer_call import LayerCall, OwnForward
@@ -44,6 +45,7 @@ class CaughtCall(LayerCall):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.autocast = autocast_now()  # of this moment: Accelerate switches it on inside the model's forward
         self.hidden = next((x for x in tensor_leaves((self.args, self.kwargs)) if x.is_floating_point()), None)
         if self.hidden is None or self.hidden.dim() < 2:
             raise MemoError(f"layer {self.layer.name} takes no hidden states (batch, length, …) that a profile could vary")

@@ -36,6 +36,7 @@ from ds_memo.profile.merge_ranks import most_careful
 from ds_memo.profile.run_profile import LayerProfile, RunProfile
 from ds_memo.profile.tile_sample import TileSample
 from ds_memo.profile.tiles import measure_in_tiles
+from ds_memo.remat.autocast import autocast_as
 from ds_memo.remat.gathered_params import gathered, gathered_bytes
 from ds_memo.remat.layer import Layer
 from ds_memo.remat.layer_call import CannotTile
@@ -133,7 +134,7 @@ class Asked:
     def key(self) -> dict[str, Any]:
         """Return everything that the measurements depend on, as JSON values."""
         device = self.device
-        cast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+        casts = {str(cast) for call in self.calls.values() for kind, on, cast in call.autocast if on and kind == device.type}
         return {
             "ds_memo": ds_memo.__version__,
             "torch": torch.__version__,
@@ -143,7 +144,7 @@ class Asked:
             "ranks_per_sequence": self.ranks_per_sequence,
             "layers": list(self.numbers()),
             "kinds": [self._in_words(kind) for kind in self.calls],
-            "autocast": str(cast),
+            "autocast": sorted(casts),
             "method": self.method,
             "attention": self.attention,
             "in_tiles": self.in_tiles,
@@ -208,7 +209,7 @@ def _measure_kind(asked: Asked, kind: int) -> LayerProfile:
             )
         return samples
 
-    with gathered(module):
+    with gathered(module), autocast_as(call.autocast):
         try:
             samples = measured(lengths)
         except Failed as failed:  # a layer may accept one length only, as under DeepSpeed's Ulysses with fixed lengths

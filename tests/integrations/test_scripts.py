@@ -81,7 +81,8 @@ def compare(
     want, got = losses(folder / "stock"), losses(folder / "memo")
     assert len(want) == 4 and got == pytest.approx(want, rel=rel or 1e-12)
     assert len(reports) == 4  # of one model
-    assert reports[-1]["active"] and reports[-1]["attention_recomputed"] == 0 and reports[-1]["warnings"] == []
+    assert reports[-1]["active"] and reports[-1]["attention_recomputed"] == 0
+    assert reports[-1]["warnings"] == [], reports[-1]["warnings"]
     return reports[-1]
 
 
@@ -166,7 +167,7 @@ def test_a_command_under_memo(tmp_path: Path) -> None:
     told = printed(*RUN, *launch, SCRIPTS / "trainer.py", *words(tmp_path / "memo"))
     assert told.count("ds_memo is active: ") == 1 and IDLE not in told
     (tmp_path / "without.py").write_text(WITHOUT_THE_SEAM)
-    told = printed(*RUN, *launch, tmp_path / "without.py", SCRIPTS / "trainer.py", *words(tmp_path / "stock"))
+    told = printed(*RUN, "python", tmp_path / "without.py", SCRIPTS / "trainer.py", *words(tmp_path / "stock"))
     assert "ds_memo is active: " not in told and told.count(IDLE) == 1
     assert losses(tmp_path / "memo") == losses(tmp_path / "stock")
 
