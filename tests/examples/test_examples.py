@@ -59,7 +59,7 @@ def printed(name: str) -> str:
 
 
 def marks(name: str) -> list[pytest.MarkDecorator]:
-    too_few = name == "sequence" and torch.cuda.device_count() == 1
+    too_few = name in ("sequence", "fsdp2") and torch.cuda.device_count() == 1
     return [pytest.mark.skipif(too_few, reason="two GPUs or none")] + ([] if name in EVERYDAY else [pytest.mark.slow])
 
 
