@@ -1,7 +1,7 @@
 """ds_memo: long-context training for DeepSpeed with little recomputation.
 
     engine, optimizer, loader, schedule = ds_memo.initialize(model=model, config=config)   # as deepspeed.initialize
-    ds_memo.install()                                                                     # and every deepspeed.initialize does
+    ds_memo.install()                                                                     # every engine and prepared model
     handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 2})                  # a plain nn.Module, no engine
     out = ds_memo.checkpoint(layer, hidden)                                               # as torch.utils.checkpoint
     attend = ds_memo.keep_whole(torch.compile(flex_attention))                            # attention by custom kernels

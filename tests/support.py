@@ -61,6 +61,8 @@ def _others() -> list[str]:
         f"| `nvme` | {', '.join(files)}: `tests/nvme` | network file systems without O_DIRECT | other models |",
         "| AutoTP | Llama, two ranks: `tests/deepspeed/test_tensor_parallel.py` | | with Ulysses |",
         "| FSDP2, by `ds_memo.attach` | Llama, two ranks: `tests/distributed/test_fsdp2.py` | | on a GPU |",
+        "| DDP and FSDP2, by Accelerate | Llama, two ranks: `tests/integrations/test_scripts.py` | | on a GPU |",
+        "| FSDP's version 1 | | `FullyShardedDataParallel` | |",
         "| pipeline parallelism | | `PipelineModule` | |",
         "| devices | CPUs, NVIDIA's GPUs | AMD's (ROCm), and all others | a MIG slice: its memory counts, and `mfu` is None |",
     ]

@@ -121,7 +121,8 @@ def _not_for_memo(accelerator: Accelerator, model: nn.Module) -> str:
     sizes = getattr(accelerator, "parallelism_config", None)
     for kind, key in (("tensor", "tp_size"), ("context", "cp_size")):
         if sizes is not None and getattr(sizes, key, 1) > 1:
-            return f"Accelerate's ParallelismConfig({key}={getattr(sizes, key)}) asks for {kind} parallelism of torch's own"
+            how = f"ParallelismConfig({key}={getattr(sizes, key)})"
+            return f"{how} asks for {kind} parallelism by torch, whose layers memo does not know. Leave one of the two out"
     devices = {str(device) for device in (getattr(model, "hf_device_map", None) or {}).values()}
     if len(devices) > 1:
         return f"its layers are on several devices ({', '.join(sorted(devices))}), and memo takes one. Leave device_map out"

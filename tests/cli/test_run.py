@@ -101,8 +101,9 @@ if __name__ == "__main__":
 
 
 def test_which_processes_are_under_memo(tmp_path: Path) -> None:
-    """All that read PYTHONPATH, at any depth, once each; the innermost section counts."""
+    """All that read PYTHONPATH, at any depth, once each; the innermost section counts, else DS_MEMO's."""
     probe, memo, nearer = tmp_path / "probe.py", '{"alpha": 0.5}', '{"alpha": 0.25}'
+    (tmp_path / "memo.json").write_text(nearer)
     probe.write_text(PROBE)
     own = tmp_path / "own.py"
     own.write_text(f"import ds_memo\nds_memo.install({nearer})\n{PROBE}")
@@ -112,8 +113,9 @@ def test_which_processes_are_under_memo(tmp_path: Path) -> None:
         f"PYTHONPATH=$({sys.executable} -c 'import sys; print(*sys.path, sep=chr(58))') {sys.executable} {probe} path",
         f"{sys.executable} -I {probe} -I",
         f"{sys.executable} -S {probe} -S",
-        f"{run} {sys.executable} {probe} again",
+        f"DS_MEMO={tmp_path / 'memo.json'} {run} {sys.executable} {probe} again",
         f"{run} --memo '{nearer}' -- {sys.executable} {probe} again",
+        f"{run} --memo {tmp_path / 'memo.json'} {sys.executable} {probe} file",
         f"{sys.executable} {own} own",
     )
     code, out, err = prefixed("--memo", memo, "sh", "-c", "; ".join(lines))
@@ -129,20 +131,27 @@ def test_which_processes_are_under_memo(tmp_path: Path) -> None:
         "-S ([], False)",
         f"again {found}",
         f"again {found.replace('0.5', '0.25')}",
+        f"file {found.replace('0.5', '0.25')}",
         f"own {installed}",
     ]
     assert (code, err) == (0, IDLE + "\n")  # by the outermost, alone
+    code, out, _ = prefixed(sys.executable, probe, "variable", DS_MEMO=str(tmp_path / "memo.json"))
+    assert code == 0 and out == f"variable {found.replace('0.5', '0.25')}\n"
+    code, _, err = prefixed(sys.executable, probe, "variable", DS_MEMO='{"alpha": 7}')
+    assert code == 2 and err.startswith("ds-memo run: DS_MEMO '{\"alpha\": 7}': memo.alpha: got 7")
 
 
 def test_a_python_without_ds_memo(tmp_path: Path) -> None:
-    """It runs, and says why it is not under memo when it imports DeepSpeed."""
+    """It runs, and says why it is not under memo when it imports deepspeed or accelerate."""
     (tmp_path / "ds_memo.py").write_text("raise ImportError('No ds_memo in this one')")
-    (tmp_path / "deepspeed.py").write_text("print('stock')")
-    (tmp_path / "script.py").write_text("import sys, json\nif sys.argv[1:]: import deepspeed, deepspeed")
+    for name in ("deepspeed", "accelerate"):
+        (tmp_path / f"{name}.py").write_text("print('stock')")
+    (tmp_path / "script.py").write_text("import sys, json, importlib\nfor name in sys.argv[1:]: importlib.import_module(name)")
     python_there = ("env", f"PYTHONPATH={STARTUP}", sys.executable, tmp_path / "script.py")
     assert prefixed(*python_there) == (0, "", IDLE + "\n")
-    said = f"ds-memo run: {sys.executable} runs DeepSpeed without memo: No ds_memo in this one\n"
-    assert prefixed(*python_there, "import") == (0, "stock\n", said + IDLE + "\n")
+    for name in ("deepspeed", "accelerate"):
+        said = f"ds-memo run: {sys.executable} runs {name} without memo: No ds_memo in this one\n"
+        assert prefixed(*python_there, name, name) == (0, "stock\n", said + IDLE + "\n")
 
 
 def test_commands_that_are_not_started(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, ParallelismConfig
 from accelerate.state import AcceleratorState, GradientState
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, checkpoint_wrapper, offload_wrapper
@@ -242,17 +242,29 @@ def test_torchs_activation_wrappers_are_taken_over(wrap: Any, inside: bool, monk
     assert len(runs) == 3 * LAYERS
 
 
-def test_parallelism_of_torchs_own_is_left_alone(installed: None) -> None:
-    accelerator = Accelerator(cpu=True)
-    for given, says in (
-        ({"cp_size": 2}, r"ParallelismConfig\(cp_size=2\) asks for context parallelism"),
-        ({"tp_size": 2}, r"ParallelismConfig\(tp_size=2\) asks for tensor parallelism"),
-    ):
-        config = type("Sizes", (), given)()
-        assert __import__("re").search(says, seam._not_for_memo(type("A", (), {"parallelism_config": config}), nn.Linear(1, 1)))
-    spread = build("llama")
+@pytest.mark.parametrize("key", ["tp_size", "cp_size"])
+def test_parallelism_by_torch_is_left_alone(key: str, installed: None) -> None:
+    accelerator, before = Accelerator(cpu=True), len(attached())
+    accelerator.state.parallelism_config = ParallelismConfig(**{key: 2})  # two ranks would be needed to start with it
+    with pytest.warns(ds_memo.MemoWarning, match=rf"this LlamaForCausalLM runs without memo: ParallelismConfig\({key}=2\) asks"):
+        seam._attach(accelerator, build("llama"), False)
+    assert len(attached()) == before
+
+
+def test_layers_on_several_devices_are_left_alone(installed: None) -> None:
+    accelerator, before, spread = Accelerator(cpu=True, device_placement=False), len(attached()), build("llama")
     spread.hf_device_map = {"model": 0, "lm_head": 1}
-    assert "several devices (0, 1)" in seam._not_for_memo(accelerator, spread)
+    with pytest.warns(ds_memo.MemoWarning, match=r"layers are on several devices \(0, 1\), and memo takes one. Leave device_map"):
+        accelerator.prepare(spread)
+    assert len(attached()) == before
+
+
+def test_fsdps_first_version_is_refused(one_rank: None) -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    flat = FullyShardedDataParallel(build("llama"), device_id=torch.device("cpu"))
+    with pytest.raises(ds_memo.MemoError, match=r"works with FSDP2 \(fully_shard\), not with version 1. Set fsdp_version: 2"):
+        ds_memo.attach(flat, MEMO)
 
 
 # ---- the Trainer

@@ -157,6 +157,10 @@ from ds_memo.deepspeed import initialize as ours
 assert deepspeed.initialize is ours.initialize is ds_memo.initialize
 assert type(deepspeed.__loader__).__module__ != "ds_memo.integrations.install"
 assert deepspeed.__spec__.loader is deepspeed.__loader__
+assert "accelerate" not in sys.modules
+import accelerate
+from ds_memo.integrations import accelerate as seam
+assert accelerate.Accelerator.prepare_model.__wrapped__ is seam._stock["prepare_model"]
 assert not any(type(finder).__module__.startswith("ds_memo.") for finder in sys.meta_path)
 """
     done = python("-c", code)
