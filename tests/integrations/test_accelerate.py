@@ -259,14 +259,6 @@ def test_layers_on_several_devices_are_left_alone(installed: None) -> None:
     assert len(attached()) == before
 
 
-def test_fsdps_first_version_is_refused(one_rank: None) -> None:
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    flat = FullyShardedDataParallel(build("llama"), device_id=torch.device("cpu"))
-    with pytest.raises(ds_memo.MemoError, match=r"works with FSDP2 \(fully_shard\), not with version 1. Set fsdp_version: 2"):
-        ds_memo.attach(flat, MEMO)
-
-
 # ---- the Trainer
 
 
