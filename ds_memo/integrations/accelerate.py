@@ -118,11 +118,12 @@ def _attach(accelerator: Accelerator, prepared: nn.Module, for_evaluation: bool)
 
 def _not_for_memo(accelerator: Accelerator, model: nn.Module) -> str:
     """Return why memo leaves a model alone that trains; an empty string if it does not."""
-    sizes = getattr(accelerator, "parallelism_config", None)
-    for kind, key in (("tensor", "tp_size"), ("context", "cp_size")):
-        if sizes is not None and getattr(sizes, key, 1) > 1:
-            how = f"ParallelismConfig({key}={getattr(sizes, key)})"
-            return f"{how} asks for {kind} parallelism by torch, whose layers memo does not know. Leave one of the two out"
+    of_transformers = getattr(getattr(model, "config", None), "distributed_config", None)
+    for sizes in (getattr(accelerator, "parallelism_config", None), of_transformers):
+        for key in ("tp_size", "cp_size", "ep_size", "pp_size"):
+            if (getattr(sizes, key, None) or 1) > 1:
+                how = f"{type(sizes).__name__}({key}={getattr(sizes, key)})"
+                return f"{how} has torch divide layers among ranks in a way that memo does not know. Leave one of the two out"
     devices = {str(device) for device in (getattr(model, "hf_device_map", None) or {}).values()}
     if len(devices) > 1:
         return f"its layers are on several devices ({', '.join(sorted(devices))}), and memo takes one. Leave device_map out"

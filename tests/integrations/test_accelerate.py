@@ -20,6 +20,7 @@ import ds_memo
 from ds_memo.integrations import accelerate as seam
 from ds_memo.integrations.install import uninstall
 from ds_memo.runtime.attach import attached, handle_of
+from tests.integrations.trainers import losses, trainer
 from tests.models import LAYERS, VOCAB, Toy, build
 
 MEMO = {"alpha": 0.5, "resident_layers": 1, "plan": {"enabled": False}}
@@ -246,7 +247,7 @@ def test_torchs_activation_wrappers_are_taken_over(wrap: Any, inside: bool, monk
 def test_parallelism_by_torch_is_left_alone(key: str, installed: None) -> None:
     accelerator, before = Accelerator(cpu=True), len(attached())
     accelerator.state.parallelism_config = ParallelismConfig(**{key: 2})  # two ranks would be needed to start with it
-    with pytest.warns(ds_memo.MemoWarning, match=rf"this LlamaForCausalLM runs without memo: ParallelismConfig\({key}=2\) asks"):
+    with pytest.warns(ds_memo.MemoWarning, match=rf"this LlamaForCausalLM runs without memo: ParallelismConfig\({key}=2\) has"):
         seam._attach(accelerator, build("llama"), False)
     assert len(attached()) == before
 
@@ -260,22 +261,6 @@ def test_layers_on_several_devices_are_left_alone(installed: None) -> None:
 
 
 # ---- the Trainer
-
-
-def trainer(tmp_path: Path, callbacks: list[Any] | None = None, **options: Any) -> Any:
-    from transformers import Trainer, TrainingArguments
-
-    ids = [(start + torch.arange(33)) % VOCAB for start in range(16)]
-    args = TrainingArguments(
-        output_dir=str(tmp_path), use_cpu=True, max_steps=3, logging_steps=1, per_device_train_batch_size=2, report_to="none",
-        disable_tqdm=True, save_strategy="no", learning_rate=1e-2, **options,
-    )  # fmt: skip
-    data = [{"input_ids": row, "labels": row} for row in ids]
-    return Trainer(model=build("llama"), args=args, train_dataset=data, eval_dataset=data[:2], callbacks=callbacks)
-
-
-def losses(of: Any) -> list[float]:
-    return [entry["loss"] for entry in of.state.log_history if "loss" in entry]
 
 
 @pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True}], ids=["plain", "checkpointing"])

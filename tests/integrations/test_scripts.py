@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import json
 import os
@@ -22,7 +23,10 @@ from ds_memo.runtime.attach import attached
 from ds_memo.runtime.report import report
 from tests.distributed_harness.common import ON_CPU, DistributedTest
 from tests.everyday import everyday
+from tests.integrations.trainers import losses as trainer_losses
+from tests.integrations.trainers import trainer
 from tests.launch.launcher import cpu_environment, free_port
+from tests.models import build
 from tests.processes import finished
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
@@ -138,6 +142,26 @@ class TestFSDP2(DistributedTest):
     def test_dpos_reference_is_left_alone(self, tmp_path: Path) -> None:
         pytest.importorskip("trl", reason="TRL is not installed: pip install trl")
         compare(tmp_path, "dpo.py", MEMO, fsdp=FSDP2, bf16=False)
+
+    @pytest.mark.slow
+    def test_a_model_that_transformers_shards_as_it_loads(self, tmp_path: Path) -> None:
+        """The Trainer prepares it for evaluation, so that Accelerate does not shard it, too."""
+        from transformers import LlamaForCausalLM
+        from transformers.distributed import DistributedConfig
+
+        def trained(model: Any) -> Any:
+            made = trainer(tmp_path, model=model)
+            made.train()
+            return made
+
+        if os.environ["RANK"] == "0":
+            build("llama").save_pretrained(tmp_path)
+        torch.distributed.barrier()
+        load = functools.partial(LlamaForCausalLM.from_pretrained, tmp_path)
+        want = trained(load(distributed_config=DistributedConfig(fsdp_size=2)))
+        ds_memo.install(MEMO)
+        got = trained(load(distributed_config=DistributedConfig(fsdp_size=2)))
+        assert trainer_losses(got) == trainer_losses(want) and ds_memo.report(got.model)["active"]
 
 
 # ---- commands
