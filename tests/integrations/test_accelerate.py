@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-import json
+import itertools
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,8 +20,10 @@ import ds_memo
 from ds_memo.integrations import accelerate as seam
 from ds_memo.integrations.install import uninstall
 from ds_memo.runtime.attach import attached, handle_of
+from tests.everyday import everyday
 from tests.integrations.trainers import losses, trainer
 from tests.models import LAYERS, VOCAB, Toy, build
+from tests.processes import python
 
 MEMO = {"alpha": 0.5, "resident_layers": 1, "plan": {"enabled": False}}
 LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "ACCELERATE_USE_DEEPSPEED")
@@ -196,8 +198,13 @@ def test_what_accelerate_does_with_an_attached_model(installed: None, tmp_path: 
     assert len(attached()) == before
 
 
-@pytest.mark.parametrize("wrap", [checkpoint_wrapper, lambda layer: offload_wrapper(checkpoint_wrapper(layer))])
-@pytest.mark.parametrize("inside", [False, True])
+def offloaded(layer: nn.Module) -> nn.Module:
+    return offload_wrapper(checkpoint_wrapper(layer))
+
+
+@pytest.mark.parametrize(
+    ("wrap", "inside"), everyday(itertools.product([checkpoint_wrapper, offloaded], [False, True]), [(offloaded, False)])
+)
 def test_torchs_activation_wrappers_are_taken_over(wrap: Any, inside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Accelerate's for FSDP (activation_checkpointing, activation_checkpointing_offload) around layers; inside layers too."""
 
@@ -263,14 +270,27 @@ def test_layers_on_several_devices_are_left_alone(installed: None) -> None:
 # ---- the Trainer
 
 
-@pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True}], ids=["plain", "checkpointing"])
-def test_a_callback_of_the_trainer(options: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.processes
+def test_the_callback_is_loaded_when_asked_for() -> None:
+    code = """
+import sys, ds_memo, ds_memo.hf
+assert "transformers" not in sys.modules and "torch" not in sys.modules
+from ds_memo.hf import MemoCallback
+import transformers
+assert issubclass(MemoCallback, transformers.TrainerCallback)
+"""
+    done = python("-c", code)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("checkpointing", everyday([True, False], [True]))
+def test_a_callback_of_the_trainer(checkpointing: bool, tmp_path: Path) -> None:
     from ds_memo.hf import MemoCallback
 
     want = trainer(tmp_path)
     want.train()
     callback = MemoCallback(MEMO)
-    got = trainer(tmp_path, [callback], eval_strategy="steps", eval_steps=1, **options)
+    got = trainer(tmp_path, [callback], eval_strategy="steps", eval_steps=1, gradient_checkpointing=checkpointing)
     got.train()
     assert losses(got) == losses(want) and len(losses(got)) == 3
     assert callback.report["active"] and callback.report["attention_recomputed"] == 0 and callback.report["warnings"] == []
@@ -297,4 +317,3 @@ def test_evaluated_before_it_trains(installed: None, tmp_path: Path) -> None:
     made.evaluate()
     made.train()
     assert ds_memo.report(made.model)["active"]
-    json.dumps(made.state.log_history)
