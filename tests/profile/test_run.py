@@ -54,7 +54,7 @@ def test_a_layer_that_takes_no_other_length_than_its_own(method, least, used, mo
         return make_sample(length)
 
     monkeypatch.setattr(run, "measure", measure)
-    call = types.SimpleNamespace(layer=Layer(0, "blocks.0", module), batch=1)
+    call = types.SimpleNamespace(layer=Layer(0, "blocks.0", module), batch=1, autocast=())
     asked = types.SimpleNamespace(
         calls={0: call}, method=method, lengths={0: (1024, 2048, 4096) if method == "fit" else (5000,)}, full={0: 5000},
         attention=None, device=torch.device("cpu"), in_tiles=False, run_length=0, warn=warned.append, progress=str,
