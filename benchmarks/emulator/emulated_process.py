@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 from ds_memo.compiled import compiler
@@ -75,6 +77,13 @@ def run_emulated(
         return subprocess.run(command, env=os.environ | given, cwd=REPO, check=False, timeout=limit_s).returncode
 
 
+class NoKernels:
+    """A library of kernels that do nothing, in place of bitsandbytes' own. Its Python code allocates, and calls PyTorch's products."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *_: None
+
+
 def without_values(host_gib: float = HOST_GIB, flash_attn_3: bool = False) -> None:
     """Leave out code that reads values, or touches memory only to have it.
 
@@ -97,6 +106,10 @@ def without_values(host_gib: float = HOST_GIB, flash_attn_3: bool = False) -> No
     from ds_memo.swap import pinned_segments
     from ds_memo.tiles.check import compare, probe, refuse
 
+    if find_spec("bitsandbytes") is not None:
+        from bitsandbytes.backends.cuda import ops
+
+        ops.lib = NoKernels()
     emulated_attention.implement_cudnn()
     if flash_attn_3:
         emulated_attention.install_flash_attn_3()

@@ -2,7 +2,8 @@
 
 Attention takes the time of the kernel behind its op: cuDNN's, FlashAttention-2's, or that of the implementation that is active
 for flash ops. Flash attention called outright, with cu_seqlens and windows, has the pairs of tokens that it sees; cu_seqlens that
-came from the host are read where the emulator's device keeps them. Ops of ds_memo take the time of the ops inside. A product also
+came from the host are read where the emulator's device keeps them. Ops of ds_memo, and bitsandbytes' products, take the time of
+the ops inside. A product also
 takes the bytes of the matrix that it adds to, as sums of weight gradients in fp32 do. No kernel takes less than LAUNCH_FLOOR_S,
 those that no op shows (Triton's) among them.
 
@@ -29,6 +30,7 @@ from torch.utils._pytree import tree_leaves
 
 from ds_memo.estimate import hardware, kernels
 from ds_memo.remat.functions import SkipsCompiled
+from ds_memo.remat.op_policy import QUANTIZED_NAMES
 from ds_memo.units import GIB
 
 aten = torch.ops.aten
@@ -114,7 +116,7 @@ class Costs(SkipsCompiled):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        if func.namespace == "ds_memo":
+        if func.namespace == "ds_memo" or func.name() in QUANTIZED_NAMES:
             return run_inside(self, func, args, kwargs)
         self.clock.begin_op()
         result = func(*args, **kwargs)

@@ -72,7 +72,7 @@ class Costs:
         self._memory_rate = hardware.device_bandwidth * hardware.device_bandwidth_efficiency
         self.hidden_bytes = 2 * self.tokens * model.hidden
         """Bytes of one tensor as wide as the hidden states: the paper's unit."""
-        self.shard = model.parameters / layout.tp / (layout.sharded if layout.zero else 1)
+        self.shard = model.trained / layout.tp / (layout.sharded if layout.zero else 1)
         """Parameters whose optimizer states this rank has."""
 
     @cached_property
@@ -168,7 +168,7 @@ class Costs:
 
     def _among_ranks(self, layer: LayerCosts) -> LayerCosts:
         """Add what ranks send each other. No layer is faster than its gathers, and its offloaded model states on the link."""
-        hidden_s, ring_s, states = self._tensor_parallel_s, self._cp_s, self.states_s
+        hidden_s, ring_s, states, model = self._tensor_parallel_s, self._cp_s, self.states_s, self.model
         alone = self._given is not None and self._given.ranks_per_sequence == 1
         ulysses_s = self._ulysses_s if alone else 0.0
         ratio = BACKWARD_FLOPS * self._attention_rates.forward / self._attention_rates.backward
@@ -178,7 +178,7 @@ class Costs:
         return replace(
             layer,
             forward_s=max(forward_s, self.gather_s, states.forward_h2d),
-            backward_s=max(backward_s, 2 * self.gather_s, states.backward_h2d, states.backward_d2h),
+            backward_s=max(backward_s, (1 + model.layer_trained / model.layer_parameters) * self.gather_s, states.backward_h2d, states.backward_d2h),
             replay_s=layer.replay_s + 3 * hidden_s + ulysses_s,
             attention_s=max(layer.attention_s, ring_s) + own_s[0],
         )
@@ -241,7 +241,7 @@ class Costs:
         model, machine = self.model, self.hardware
         gemm_s = 2 * self.tokens * model.vocab * model.hidden / (machine.peak * machine.gemm_efficiency)
         moved = self.tokens * (_NORM_MOVED * model.hidden + _LOGIT_MOVED * model.vocab)
-        return 3 * gemm_s + moved / self._memory_rate
+        return (3 if model.head_trained else 2) * gemm_s + moved / self._memory_rate
 
     def optimizer_s(self, sequences: int) -> float:
         """Return the seconds of one optimizer step and of its communication.
@@ -269,4 +269,4 @@ class Costs:
             return 0.0
         reductions = sequences if zero == 2 else 1
         of_parameter = 4 * reductions + (2 if zero else 0)
-        return of_parameter * self.model.parameters / self.layout.tp * (ranks - 1) / ranks
+        return of_parameter * self.model.trained / self.layout.tp * (ranks - 1) / ranks

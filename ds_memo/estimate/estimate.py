@@ -39,7 +39,7 @@ def candidates(question: Question) -> list[GpuLayout]:
     q = question
     node = int(q.hardware.gpus_per_node)
     split = q.tp is not None or q.cp is not None
-    zero = q.zero if q.zero is not None else 1 if split and q.offload != "all" else 3
+    zero = q.zero if q.zero is not None else 0 if q.model.adapters else 1 if split and q.offload != "all" else 3
     if (q.tp, q.cp, q.sp) == (None, None, None):
         found = layouts.every_sp(q.model, q.gpus, zero, q.batch, node if q.method == "memo" else None)
     else:

@@ -19,6 +19,7 @@ from torch.utils.flop_counter import flop_registry
 
 from ds_memo.attention_kernel import CUDNN, EFFICIENT, FA3, FA4, FLASH, PLAIN, WINDOW, Attention
 from ds_memo.estimate import mixer_kernels
+from ds_memo.estimate.adapters import NF4_BYTES
 from ds_memo.estimate.hardware import Hardware
 from ds_memo.estimate.meta_kernels import exchange_bytes_per_s, pairs
 from ds_memo.remat.functions import SkipsCompiled
@@ -114,6 +115,8 @@ class Clock(SkipsCompiled):
         self.seconds = 0.0
         self.flops = 0.0
         """FLOPs of GEMMs, attention, scans and convolutions."""
+        self.product_flops = 0.0
+        """Those of GEMMs alone."""
         self.attention: set[Attention] = set()
         """Calls of attention."""
         self.ops = 0
@@ -140,12 +143,15 @@ class Clock(SkipsCompiled):
             return attention_s(flops, machine.attention_kernel(call).name, backward, machine)
         if name == "ds_memo::all_to_all":
             return result.nbytes / result.shape[0] / exchange_bytes_per_s(machine, result.shape[0])
+        if name == "ds_memo::dequantize":
+            return (NF4_BYTES + 2) * result.numel() / (machine.device_bandwidth * machine.device_bandwidth_efficiency)
         packet = func._overloadpacket
         seconds = cost_s(func, args, kwargs, result, machine)
         if packet in PRODUCTS or name in _GROUPED:
             left = PRODUCTS.get(packet, 0)
             flops, rate = 2.0 * args[left].numel() * result.shape[-1], machine.peak * machine.gemm_efficiency
             self.flops += flops
+            self.product_flops += flops
             seconds = flops / rate if name in _GROUPED else seconds
             if args[left].shape[-1] < self.rows and args[left].dim() == 2:  # cuBLAS splits the depth of weights' gradients
                 seconds += machine.multiprocessors * _GEMM_TILE * args[left].shape[-1] / rate

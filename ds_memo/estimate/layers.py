@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache, cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -45,6 +45,12 @@ _MANY_OPS = 300
 """Ops of the forward of a layer that loops over its tokens (a scan that ds_memo.estimate.mixer_kernels lacks)."""
 _TILED = (1 << 15, 1 << 16)
 """Lengths of samples in tiles."""
+
+
+class ForwardFlops(NamedTuple):
+    all: float
+    products: float
+    """Those of products with a weight."""
 
 
 class Layers:
@@ -83,13 +89,14 @@ class Layers:
         layers = tuple(numbers[kind] for kind in self._kinds)
         return RunProfile({}, "meta", tuple(profiles), layers, machine.d2h, machine.h2d, 1, ulysses * ring)
 
-    def forward_flops(self, tokens: int) -> float:
+    def forward_flops(self, tokens: int) -> ForwardFlops:
         """Return the FLOPs of all layers' forward of one sequence."""
-        of_kinds = {}
+        found = {}
         for kind in self._calls:
             length = _LEAST if self._loops(kind) else tokens  # a loop's FLOPs grow with the tokens alone
-            of_kinds[kind] = self._forward(kind, length).flops * tokens / length
-        return sum(of_kinds[kind] for kind in self._kinds)
+            clock = self._forward(kind, length)
+            found[kind] = ForwardFlops(clock.flops * tokens / length, clock.product_flops * tokens / length)
+        return ForwardFlops(sum(found[kind].all for kind in self._kinds), sum(found[kind].products for kind in self._kinds))
 
     @cached_property
     def attention(self) -> tuple[Attention, ...]:

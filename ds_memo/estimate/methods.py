@@ -170,8 +170,10 @@ def _too_large(question: Question, costs: Costs) -> str:
     """Return the message where no placement of activations helps."""
     layout, total, usable = costs.layout, sum(state_bytes(costs).values()) / GIB, question.hardware.usable_device_bytes / GIB
     helps = "more GPUs" if layout.zero == 3 else "a higher ZeRO stage, more GPUs"
+    if costs.model.adapters and not costs.model.adapters.quantized:
+        helps = f"--qlora, {helps}"
     further = {"none": "--offload optimizer", "optimizer": "--offload all"}.get(layout.offload)
-    if further and layout.zero >= LEAST_ZERO[further.split()[1]]:
+    if further and not costs.model.adapters and layout.zero >= LEAST_ZERO[further.split()[1]]:
         helps = f"{further}, {helps}"
     return f"device memory: the model's states alone take {total:.4g} of {usable:.4g} GiB. What helps: {helps}, a smaller model."
 
@@ -187,11 +189,11 @@ def _frames(run: RunCosts, kinds: Kinds, alpha: float) -> int:
 
 
 def state_bytes(costs: Costs) -> dict[str, float]:
-    """Return the device bytes of bf16 parameters, of gradients, and of fp32 weights with two moments."""
-    layout, mine = costs.layout, costs.model.parameters / costs.layout.tp
+    """Return the device bytes of parameters, of bf16 gradients, and of fp32 weights with two moments."""
+    layout, mine, weights = costs.layout, costs.model.trained / costs.layout.tp, costs.model.weight_bytes / costs.layout.tp
     shards, zero, offloaded = layout.sharded, layout.zero, layout.offload != "none"
     return {
-        "parameters": 0.0 if layout.offload == "all" else 2 * mine / (shards if zero >= 3 else 1),
+        "parameters": 0.0 if layout.offload == "all" else weights / (shards if zero >= 3 else 1),
         "gradients": 0.0 if offloaded and zero >= 2 else 2 * mine / (shards if zero >= 2 else 1),
         "optimizer states": 0.0 if offloaded else 12 * mine / (shards if zero >= 1 else 1),
     }
@@ -208,7 +210,7 @@ def _head_bytes(question: Question, costs: Costs) -> int:
     rows = tile_rows(model.vocab, question.hardware.device_memory)
     if costs.tokens <= rows:
         return int(costs.tokens * model.vocab * LOGIT_BYTES)
-    lazy = head_bytes(rows, model.vocab, model.hidden, model.vocab * model.hidden, itemsize=2)
+    lazy = head_bytes(rows, model.vocab, model.hidden, model.head_trained, itemsize=2)
     return int(lazy.fixed + lazy.per_token * costs.tokens)
 
 

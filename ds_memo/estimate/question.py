@@ -188,6 +188,7 @@ class Estimate:
                 "host_gib": {"model states": self.host_state_bytes / GIB, "activations": self.host_activation_bytes / GIB},
                 "step_s": self.seconds,
             },
+            "adapters": self.question.model.adapters and self.question.model.adapters._asdict(),
             "method": self.question.method,
             "plan": self.question.planned,
             "seq_length": self.question.seq_length,
@@ -218,6 +219,12 @@ def check(question: Question) -> None:
         raise EstimateError(
             f"--offload {question.offload} with --zero {question.zero}: DeepSpeed offloads so from ZeRO {least} on"
         )
+    if (adapters := model.adapters) is not None:
+        if question.offload != "none" or question.tp is not None:
+            what = f"--offload {question.offload}" if question.offload != "none" else f"--tp {question.tp}"
+            raise EstimateError(f"{what} with {adapters}: adapters are estimated without it")
+        if adapters.quantized and question.zero == 3:
+            raise EstimateError(f"--zero 3 with {adapters}: weights in 4 bits are estimated whole on each GPU. Give --zero 0 to 2")
     if question.method not in METHODS:
         raise EstimateError(f"method is {question.method!r}, expected one of {', '.join(METHODS)}")
     if question.alpha is not None:

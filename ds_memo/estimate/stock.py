@@ -37,7 +37,7 @@ class Checkpointing:
         if self.tiled_mlp:  # the MLP is all that follows attention's projection; its weights' gradients are summed in bf16
             gemms = (output.born for output in layer.outputs if output.role == "gemm")
             projected = next((born for born in gemms if born > layer.outputs[-1].born / 3), 1.0)  # 1: no product follows
-            sums = math.ceil(costs.tokens / costs.model.hidden) * 6 * costs.model.layer_parameters
+            sums = math.ceil(costs.tokens / costs.model.hidden) * 6 * costs.model.layer_trained
             rate = costs.hardware.device_bandwidth * costs.hardware.device_bandwidth_efficiency
             backward_s += (1 - projected) * layer.forward_s + sums / rate
         return replace(

@@ -37,6 +37,9 @@ GEMM = _ops("mm", "addmm") | GROUPED | SCALED
 GROUPED_NAMES = {"transformers::grouped_mm_fallback"}
 """Grouped products by name. Transformers compiles this one where PyTorch's own does not fit: on a CPU, or in fp32."""
 
+QUANTIZED_NAMES = {"bitsandbytes::gemm_4bit"}
+"""Products with a packed weight, whose shape (n, k) is the third operand. The left operand has any number of dimensions."""
+
 BATCHED = _ops("bmm", "baddbmm")
 """Batched products. Those with a weight as an operand (experts by einsum) are GEMMs, whose rows are those of all matrices in
 order. The others may be attention written by hand: they are recomputed and not counted."""
@@ -117,7 +120,7 @@ def materialises_scores(func: OpOverload, scores: torch.Tensor) -> bool:
 def _classify(func: OpOverload) -> OpKind:
     if _is_higher_order(func):
         return OpKind.PLAIN
-    if func in GEMM or func.name() in GROUPED_NAMES:
+    if func in GEMM or func.name() in GROUPED_NAMES | QUANTIZED_NAMES:
         return OpKind.GEMM
     if func in BATCHED:
         return OpKind.BATCHED
@@ -269,7 +272,8 @@ def gemm_flops(func: OpOverload, args: Sequence[Any], out: torch.Tensor) -> int:
 
 def product_shape(func: OpOverload, args: Sequence[Any]) -> tuple[int, ...]:
     """Return the shape of a product."""
-    return (*_left(func, args).shape[:-1], right_operand(func, args).shape[-1])
+    columns = args[2][0] if func.name() in QUANTIZED_NAMES else right_operand(func, args).shape[-1]
+    return (*_left(func, args).shape[:-1], columns)
 
 
 def empty_output(func: OpOverload, args: Sequence[Any], shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -309,6 +313,8 @@ def compute_rows(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], 
             offs = [argument.name for argument in func._schema.arguments].index("offs") - 1
             others[offs] = (others[offs] - first).clamp(min=0)
             rest.copy_(func(left[first:], *others, **kwargs))
+        elif func.name() in QUANTIZED_NAMES:
+            rest.copy_(func(as_rows(left)[first:], *others, **kwargs))
         else:
             func.overloadpacket.out(left[first:], *others, out=rest, **kwargs)
 
