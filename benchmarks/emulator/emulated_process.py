@@ -78,7 +78,7 @@ def run_emulated(
 
 
 class NoKernels:
-    """A library of kernels that do nothing, in place of bitsandbytes' own. Its Python code allocates, and calls PyTorch's products."""
+    """A library of kernels that do nothing, in place of bitsandbytes' own, whose Python code allocates and calls PyTorch."""
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *_: None

@@ -21,18 +21,29 @@ from ds_memo.estimate.question import METHODS, OK, Estimate, Question
 from ds_memo.files import write_output
 from ds_memo.units import GIB, short
 
+RANK = 8
+"""Of adapters, as PEFT has it."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     option = parser.add_argument_group("what runs where").add_argument
     machines = ", ".join(hardware.names())
-    option("--model", required=True, metavar="CONFIG.json", help="a Hugging Face config, or a folder with one")
+    config = "a Hugging Face config, a folder with one, or the name of a model whose config is in the Hugging Face cache"
+    option("--model", required=True, metavar="CONFIG.json|NAME", help=config)
     option("--hardware", required=True, metavar="NAME|FILE", help=f"one of {machines}, or a JSON file like theirs")
+    card = "of a card that no file has (--hardware generic), with --device-memory-gib; or in place of a file's number"
+    option("--peak-tflops", type=_rate, metavar="X", help=f"dense bf16 with fp32 sums, {card}")
+    option("--device-gb-per-s", type=_rate, metavar="X", help=f"of device memory, {card}")
+    option("--link-gb-per-s", type=_rate, metavar="X", help=f"between host and GPU in one direction, {card}")
     option("--gpus", type=count, metavar="N", help="GPUs in all")
     option("--seq-length", type=tokens, metavar="S", help="tokens of a sequence: 131072, 128K, 1M (binary)")
     option("--batch", type=count, default=1, metavar="N", help="sequences per optimizer step (default: 1)")
     option = parser.add_argument_group("how").add_argument
+    trained = "train adapters of this rank on all products in layers, by PEFT"
+    option("--lora", type=count, nargs="?", const=RANK, metavar="R", help=f"{trained}, on frozen bf16 weights (default: {RANK})")
+    option("--qlora", type=count, nargs="?", const=RANK, metavar="R", help=f"{trained}, on weights in 4 bits (default: {RANK})")
     option("--method", choices=METHODS, default="memo", help="default: memo, this project; the others: training without")
-    option("--zero", type=int, choices=range(4), metavar="0-3", help="ZeRO stage (default: 3; with --tp or --cp: 1)")
+    option("--zero", type=int, choices=range(4), metavar="0-3", help="ZeRO stage (default: 3; with --tp or --cp: 1; adapters: 0)")
     states = "model states on the host, as DeepSpeed's offload_optimizer, and with all its offload_param (default: none)"
     option("--offload", choices=OFFLOADS, default="none", help=states)
     option(
@@ -114,6 +125,8 @@ _CONTRADICTIONS = (
     ("--min-gpus", "--gpus --sweep --compare", "it chooses the GPUs of one answer"),
     ("--sweep", "--seq-length --timeline", "it chooses lengths"),
     ("--profile", "--attention", "its times are those of the kernel that ran"),
+    ("--lora", "--qlora --profile", "its layers are measured on frozen bf16 weights, without a GPU"),
+    ("--qlora", "--profile", "its layers are measured on weights in 4 bits, without a GPU"),
     ("--compare", "--alpha --plan --tile-tokens --timeline --ulysses", "it shows each method with its own alpha, plan and tiles"),
 )
 """An option, others that it does not go with, and why."""
@@ -143,7 +156,10 @@ _AS_ASKED = ("batch", "method", "tp", "cp", "sp", "ulysses", "zero", "offload", 
 
 def _machine(args: argparse.Namespace) -> Hardware:
     hardware.model_file(args.model)
-    machine = hardware.load(args.hardware).attending_with(args.attention)
+    given = {"peak": (args.peak_tflops, 1e12), "device_bandwidth": (args.device_gb_per_s, 1e9)}
+    given |= {"device_memory": (args.device_memory_gib, GIB), **dict.fromkeys(("d2h", "h2d"), (args.link_gb_per_s, 1e9))}
+    machine = hardware.load(args.hardware, {name: x * unit for name, (x, unit) in given.items() if x is not None})
+    machine = machine.attending_with(args.attention)
     if args.device_memory_gib is not None:
         machine = machine.with_device_memory(args.device_memory_gib * GIB)
     return _with_drives(machine, args)
@@ -167,7 +183,7 @@ def _question(args: argparse.Namespace, machine: Hardware) -> Question:
     from ds_memo.estimate.measured import with_profile
 
     question = Question(
-        model=model.load(args.model, args.fused_kernels),
+        model=model.load(args.model, args.fused_kernels, args.lora or args.qlora, args.qlora is not None),
         hardware=machine,
         gpus=args.gpus or 1,
         seq_length=args.seq_length or 1024,
@@ -206,10 +222,16 @@ def _on_device(answer: Estimate) -> int | None:
 
 def _print(answer: Estimate) -> None:
     q = answer.question
-    title = f"{q.model.name}, {short(q.seq_length)} tokens on {q.gpus} × {q.hardware.name}, {q.method}"
+    adapters = q.model.adapters
+    how = f"{q.method}, {adapters}" if adapters else q.method
+    title = f"{q.model.name}, {short(q.seq_length)} tokens on {q.gpus} × {q.hardware.name}, {how}"
     print(f"{title}{'' if q.planned else ' without a plan'}: {_verdict(answer)}")
     print(f"  bound by   {answer.binding}")
     print(f"  model      {q.model.parameters / 1e9:.4g} B parameters, {q.model.layers} layers, hidden size {q.model.hidden:,}")
+    if adapters:
+        frozen = "4 bits, head and embeddings in bf16" if adapters.quantized else "bf16"
+        trained = f"{adapters.parameters / 1e6:.4g} M parameters trained; frozen ones take {adapters.frozen_bytes / GIB:.4g} GiB"
+        print(f"  adapters   {trained}, in {frozen}")
     print(f"  layout     {answer.layout}; {answer.sequences} sequence{'s' if answer.sequences > 1 else ''} a step")
     if answer.step_s is not None:
         print(f"  step       {answer.step_s:,.2f} s: {_shares(answer.seconds, answer.step_s)}")
@@ -368,6 +390,10 @@ def _rates(text: str) -> tuple[float, float]:
     write, _, read = text.partition(",")
     expected = "GB/s above 0, at most 1e6, or two of them, written and read"
     return number(write, 1e-6, 1e6, expected), number(read if "," in text else write, 1e-6, 1e6, expected)
+
+
+def _rate(text: str) -> float:
+    return number(text, 1e-6, 1e6, "a number above 0, at most 1e6")
 
 
 def _tb(text: str) -> float:

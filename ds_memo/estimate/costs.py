@@ -178,7 +178,12 @@ class Costs:
         return replace(
             layer,
             forward_s=max(forward_s, self.gather_s, states.forward_h2d),
-            backward_s=max(backward_s, (1 + model.layer_trained / model.layer_parameters) * self.gather_s, states.backward_h2d, states.backward_d2h),
+            backward_s=max(
+                backward_s,
+                (1 + model.layer_trained / model.layer_parameters) * self.gather_s,
+                states.backward_h2d,
+                states.backward_d2h,
+            ),
             replay_s=layer.replay_s + 3 * hidden_s + ulysses_s,
             attention_s=max(layer.attention_s, ring_s) + own_s[0],
         )

@@ -54,6 +54,8 @@ def _on(question: Question, layout: GpuLayout) -> Estimate:
     model = question.model
     costs = Costs(model, question.hardware, layout, question.seq_length, question.profile)
     notes = [*question.model.notes, *_attention_notes(question.hardware, costs.attention)]
+    if assumed := question.hardware.assumed:
+        notes.append(f"assumed of {question.hardware.name}, neither measured nor published: {', '.join(assumed)}")
     if layout.dp > question.batch:
         more = f"{layout.dp} replicas work on {layout.dp} sequences a step"
         largest = layouts.largest_sp(question.model, question.gpus)

@@ -9,9 +9,11 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields, replace
 from importlib.resources import files
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ds_memo import attention_kernel
@@ -40,11 +42,22 @@ _FIELDS: dict[str, tuple[dict[str, float], float, float]] = {
 """Units of each number, and the least and most that it may be in the first of them."""
 _WHOLE = ("gpus_per_node", "multiprocessors")
 # Chips with the same peak as one in hardware_data/.
-_SAME_PEAK = {"h800": "h100", "gh200": "h200"}
+_SAME_PEAK = {"h800": "h100"}
 # PCIe cards have a smaller power budget (NVIDIA's data sheets: dense bf16).
 _PCIE_PEAK = {"h100": 756e12}
-_SLICE = "mig"
-"""In the name of a part of a card (Multi-Instance GPU), which has a part of its peak."""
+_SMALLER = {"mig", "laptop", "d", "q"}
+"""In the name of a part of a card (Multi-Instance GPU), which has a part of its peak, and of cards with fewer multiprocessors or
+watts: "RTX 4090 Laptop GPU", "RTX 5090 D", "RTX PRO 6000 Blackwell Max-Q"."""
+GENERIC = "generic"
+OPTIONS = {
+    "peak": "--peak-tflops",
+    "device_memory": "--device-memory-gib",
+    "device_bandwidth": "--device-gb-per-s",
+    "d2h": "--link-gb-per-s",
+}
+"""Numbers that GENERIC must be given, by option."""
+_ASSUMED = "assumed: "
+"""Before the source of a number that is neither measured nor published."""
 ATTENTION = ("cudnn", "flash", "flash_attn_2", "flash_attn_3", "flash_attn_4")
 """Kernels that can be asked for, as memo.attention names them."""
 
@@ -107,6 +120,8 @@ class Hardware:
     """Rates by kernel. Empty: one rate for all of them."""
     attention: str | None = None
     """The kernel that is asked for, one of ATTENTION. None: as PyTorch chooses without FlashAttention-3 and 4. No file has it."""
+    assumed: tuple[str, ...] = ()
+    """Names of the numbers whose source begins with _ASSUMED. No file has it."""
 
     @property
     def usable_device_bytes(self) -> float:
@@ -162,16 +177,21 @@ class Hardware:
 
 
 def names() -> list[str]:
-    return sorted(path.name.removesuffix(".json") for path in _folder().iterdir() if path.name.endswith(".json"))
+    """Return the names of the cards that have a file."""
+    found = (path.name.removesuffix(".json") for path in _folder().iterdir() if path.name.endswith(".json"))
+    return sorted(name for name in found if name != GENERIC)
 
 
 def named(device: str) -> str | None:
-    """Return the entry of `names` that a device's own name contains ("NVIDIA A100-SXM4-80GB"), or None.
+    """Return the entry of `names` that a device's own name contains ("NVIDIA A100-SXM4-80GB", "NVIDIA RTX PRO 6000"), or None.
 
-    A slice of a card ("NVIDIA A100-SXM4-80GB MIG 3g.40gb") has no entry.
+    A slice of a card ("NVIDIA A100-SXM4-80GB MIG 3g.40gb") has no entry, nor a smaller one of that name.
     """
     said = words(device)
-    return next((name for name in names() if name in said and _SLICE not in said), None)
+    if _SMALLER & set(said):
+        return None
+    joined = {"".join(said[first:last]) for last in range(len(said) + 1) for first in range(max(0, last - 3), last)}
+    return next((name for name in names() if name in joined), None)
 
 
 def words(device: str) -> list[str]:
@@ -179,22 +199,31 @@ def words(device: str) -> list[str]:
     return re.split(r"[^a-z0-9]+", device.lower())
 
 
-def load(name_or_path: str) -> Hardware:
+def load(name_or_path: str, given: Mapping[str, float] = MappingProxyType({})) -> Hardware:
     """Load hardware by name, or from a JSON file.
 
+    Args:
+        given: numbers, in FLOP/s, bytes and bytes per second, in place of the file's. GENERIC has none of its own for OPTIONS.
+
     Raises:
-        EstimateError: there is no such hardware or file, or its content is wrong.
+        EstimateError: there is no such hardware or file, its content is wrong, or a number is missing.
     """
-    if name_or_path.lower() in names():
-        return _parse(json.loads((_folder() / f"{name_or_path.lower()}.json").read_text()), name_or_path)
+    missing = [option for name, option in OPTIONS.items() if name not in given]
+    if name_or_path.lower() == GENERIC and missing:
+        raise EstimateError(
+            f"--hardware {GENERIC}: {', '.join(missing)} missing. A data sheet has them. All other numbers are assumed, as "
+            f"{_folder() / GENERIC}.json says; a JSON file of your own can have them all"
+        )
+    if name_or_path.lower() in (GENERIC, *names()):
+        return _parse(json.loads((_folder() / f"{name_or_path.lower()}.json").read_text()), name_or_path, given)
     path = Path(name_or_path)
     if not path.is_file():
-        example = _folder() / "h200.json"
+        example, options = _folder() / "h200.json", ", ".join(OPTIONS.values())
         raise EstimateError(
-            f"hardware {brief(name_or_path)} is neither a file nor one of {', '.join(names())}; for another machine copy "
-            f"{example}, put its numbers in and name that file"
+            f"hardware {brief(name_or_path)} is neither a file nor one of {', '.join(names())}; for another card name {GENERIC} "
+            f"and give its numbers ({options}), or copy {example}, put its numbers in and name that file"
         )
-    return _parse(read_json(path, "hardware"), quoted(name_or_path))
+    return _parse(read_json(path, "hardware"), quoted(name_or_path), given)
 
 
 def peak_flops(device_name: str) -> float | None:
@@ -207,9 +236,7 @@ def peak_flops(device_name: str) -> float | None:
         FLOP/s of one device.
     """
     said = words(device_name)
-    if _SLICE in said:
-        return None
-    name = next((chip for word in said if (chip := _SAME_PEAK.get(word, word)) in names()), None)
+    name = named(" ".join(_SAME_PEAK.get(word, word) for word in said))
     if "pcie" in said and name in _PCIE_PEAK:
         return _PCIE_PEAK[name]
     return load(name).peak if name else None
@@ -228,18 +255,39 @@ def mfu(flops: float, seconds: float, ranks: int, peak: float) -> float:
 
 
 def model_file(path: str) -> Path:
-    """Return the config JSON of a model, or of its folder.
+    """Return the config JSON of a model, that of its folder, or that of a model's name in the Hugging Face cache.
 
     Raises:
         EstimateError: there is none.
     """
     file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
     if not file.is_file():
+        if _NAME.fullmatch(path) and (cached := _cached(path)) is not None:
+            return cached
+        if _NAME.fullmatch(path) and not path.endswith(".json"):
+            raise EstimateError(
+                f"model {brief(path)}: no such folder, and its config is not in the Hugging Face cache. Put it there, with "
+                f"`hf download {path} config.json`, or give a config JSON"
+            )
         raise EstimateError(
             f"model {brief(path)}: no such file or folder; expected a Hugging Face config JSON, e.g. "
             "ds_configs/models/gpt-7b.json, or a folder with one (nothing is downloaded)"
         )
     return file
+
+
+_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+"""Of a model in the Hugging Face Hub."""
+
+
+def _cached(name: str) -> Path | None:
+    """Return the config of a model in the Hugging Face cache; None: it is not there."""
+    try:
+        from huggingface_hub import try_to_load_from_cache
+    except ImportError:
+        return None
+    found = try_to_load_from_cache(name, "config.json")
+    return Path(found) if isinstance(found, str) else None
 
 
 def read_json(path: Path, what: str) -> dict[str, Any]:
@@ -264,18 +312,19 @@ def _folder() -> Any:
     return files("ds_memo.estimate") / "hardware_data"
 
 
-def _parse(data: dict[str, Any], path: str) -> Hardware:
-    wanted = [f.name for f in fields(Hardware) if f.name != "attention"]
+def _parse(data: dict[str, Any], path: str, given: Mapping[str, float]) -> Hardware:
+    wanted = [f.name for f in fields(Hardware) if f.name not in ("attention", "assumed")]
     for key in data:
         if key not in wanted:
             raise EstimateError(f"hardware {path}: unknown key {brief(key)}; allowed: {', '.join(wanted)}")
     drives = {"nvme_memory", "nvme_write", "nvme_read"}
     optional = {f.name for f in fields(Hardware) if f.default is not MISSING} - (drives if drives & set(data) else set())
-    missing = [name for name in wanted if name not in data and name not in {"name", *optional}]
+    missing = [name for name in wanted if name not in data and name not in {"name", *optional, *given}]
     if missing:
         raise EstimateError(f"hardware {path}: missing {', '.join(missing)}")
     others = ("name", "attention_kernels")
     numbers: dict[str, Any] = {name: _number(path, name, data[name]) for name in wanted if name in data and name not in others}
+    numbers |= given
     if numbers["device_reserve"] >= numbers["device_memory"]:
         raise EstimateError(f"hardware {path}: device_reserve is not below device_memory")
     name = data.get("name", Path(path).stem)
@@ -284,7 +333,16 @@ def _parse(data: dict[str, Any], path: str) -> Hardware:
     numbers["attention_kernels"] = _kernels(path, data.get("attention_kernels", {}))
     if numbers["attention_kernels"] and "compute_capability" not in numbers:
         raise EstimateError(f"hardware {path}: missing compute_capability, by which one of attention_kernels is chosen")
-    return Hardware(name=quoted(name, MOST_NAME), **numbers)
+    return Hardware(name=quoted(name, MOST_NAME), assumed=tuple(_assumed(data, given)), **numbers)
+
+
+def _assumed(data: dict[str, Any], given: Mapping[str, float]) -> Iterator[str]:
+    for name, entry in data.items():
+        if isinstance(entry, dict) and name not in given:
+            if str(entry.get("source", "")).startswith(_ASSUMED):
+                yield name
+            elif "value" not in entry:
+                yield from (f"{name}.{inner}" for inner in _assumed(entry, {}))
 
 
 def _kernels(path: str, given: Any) -> tuple[tuple[str, AttentionRates], ...]:

@@ -98,9 +98,7 @@ def _loaded(file: Path, changed: int, name: str, fused: bool, rank: int | None, 
     return from_config(read_json(file, "model"), name, fused, rank, quantized)
 
 
-def from_config(
-    data: dict[str, Any], name: str, fused: bool = False, rank: int | None = None, quantized: bool = False
-) -> Model:
+def from_config(data: dict[str, Any], name: str, fused: bool = False, rank: int | None = None, quantized: bool = False) -> Model:
     """See `load`."""
     notes = []
     if any(isinstance(data.get(part), dict) for part in ("text_config", "vision_config")):

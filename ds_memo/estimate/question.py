@@ -224,7 +224,9 @@ def check(question: Question) -> None:
             what = f"--offload {question.offload}" if question.offload != "none" else f"--tp {question.tp}"
             raise EstimateError(f"{what} with {adapters}: adapters are estimated without it")
         if adapters.quantized and question.zero == 3:
-            raise EstimateError(f"--zero 3 with {adapters}: weights in 4 bits are estimated whole on each GPU. Give --zero 0 to 2")
+            raise EstimateError(
+                f"--zero 3 with {adapters}: weights in 4 bits are estimated whole on each GPU. Give --zero 0 to 2"
+            )
     if question.method not in METHODS:
         raise EstimateError(f"method is {question.method!r}, expected one of {', '.join(METHODS)}")
     if question.alpha is not None:

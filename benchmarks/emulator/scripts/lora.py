@@ -65,7 +65,8 @@ with torch.device("cuda"):
 model.enable_input_require_grads()
 trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
 engine, *_ = ds_memo.initialize(model=model, model_parameters=trained, config=config)
-print(f"{torch.cuda.memory_allocated() / 2**30:.2f} GiB before the first step, {sum(p.numel() for p in trained):,} trained parameters")
+before = torch.cuda.memory_allocated() / 2**30
+print(f"{before:.2f} GiB before the first step, {sum(p.numel() for p in trained):,} trained parameters")
 for _ in range(4):
     ids = torch.randint(0, 128256, (1, asked.length), device=engine.device)
     engine.backward(engine(input_ids=ids, labels=ids).loss)
