@@ -1,9 +1,9 @@
 """Adapters on a model of the meta device: PEFT's own modules, on frozen weights in bf16 (LoRA), or in 4 bits (QLoRA).
 
-Adapters and their gradients are bf16, with fp32 weights and two moments, as DeepSpeed has them. Weights in 4 bits are bitsandbytes'
-NF4: those of all products in layers. Embeddings, norms, head, and experts that are one tensor stay in bf16. Each product unpacks its
-weight to bf16, in the forward, in each replay and in the backward, once for every tile. Assumed: the kernel that unpacks reads and
-writes device memory once, at the rate of elementwise kernels.
+Adapters and their gradients are bf16, with fp32 weights and two moments, as DeepSpeed has them. Weights in 4 bits are
+bitsandbytes' NF4: those of all products in layers. Embeddings, norms, head, and experts that are one tensor stay in bf16. Each
+product unpacks its weight to bf16, in the forward, in each replay and in the backward, once for every tile. Assumed: the kernel
+that unpacks reads and writes device memory once, at the rate of elementwise kernels.
 """
 
 from __future__ import annotations

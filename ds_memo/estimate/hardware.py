@@ -266,8 +266,8 @@ def model_file(path: str) -> Path:
             return cached
         if _NAME.fullmatch(path) and not path.endswith(".json"):
             raise EstimateError(
-                f"model {brief(path)}: no such folder, and its config is not in the Hugging Face cache. Put it there, with "
-                f"`hf download {path} config.json`, or give a config JSON"
+                f"model {brief(path)}: no such folder, and no such config in the Hugging Face cache, and nothing is downloaded. "
+                f"Run `hf download {path} config.json`, or give a config JSON"
             )
         raise EstimateError(
             f"model {brief(path)}: no such file or folder; expected a Hugging Face config JSON, e.g. "
@@ -286,7 +286,10 @@ def _cached(name: str) -> Path | None:
         from huggingface_hub import try_to_load_from_cache
     except ImportError:
         return None
-    found = try_to_load_from_cache(name, "config.json")
+    try:
+        found = try_to_load_from_cache(name, "config.json")
+    except ValueError:  # no name that a model can have
+        return None
     return Path(found) if isinstance(found, str) else None
 
 

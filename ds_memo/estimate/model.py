@@ -89,7 +89,7 @@ def load(path: str, fused: bool = False, rank: int | None = None, quantized: boo
         EstimateError: there is no such file, or Transformers cannot build a decoder of it.
     """
     file = model_file(path)
-    name = Path(path).stem if Path(path) == file else Path(path).name
+    name = file.stem if Path(path) == file else Path(path).resolve().name
     return _loaded(file.resolve(), file.stat().st_mtime_ns, quoted(name), fused, rank, quantized)
 
 

@@ -128,6 +128,48 @@ def test_misspelled_keys_are_named(capsys, tmp_path, nested):
     assert not any("does not know" in note for note in answer(capsys, "--seq-length", "1K")["notes"])
 
 
+def test_a_model_by_the_name_under_which_its_config_is_cached(capsys, tmp_path, monkeypatch):
+    snapshot = tmp_path / "models--some--Llama-3.1-8B" / "snapshots" / "0123"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text(Path(LLAMA).read_text())
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("0123")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    words = ("--hardware", "a800", "--gpus", "8", "--seq-length", "64K")
+    assert cli.main(["estimate", "--model", "some/Llama-3.1-8B", *words]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("Llama-3.1-8B, 64 Ki tokens on 8 × a800, memo: fits\n")
+    assert cli.main(["estimate", "--model", LLAMA, *words]) == 0
+    assert shown.partition(",")[2] == capsys.readouterr().out.partition(",")[2]
+
+
+def test_adapters_on_a_card_that_no_file_has(capsys):
+    card = ("--peak-tflops", "100", "--device-memory-gib", "12", "--device-gb-per-s", "700", "--link-gb-per-s", "20")
+    base = (
+        "estimate",
+        "--model",
+        LLAMA,
+        "--hardware",
+        "generic",
+        *card,
+        "--gpus",
+        "1",
+        "--seq-length",
+        "4K",
+        "--tile-tokens",
+        "0",
+    )
+    assert cli.main([*base, "--qlora", "32"]) == 0
+    shown = capsys.readouterr().out
+    assert "tokens on 1 × generic, memo, QLoRA of rank 32: fits" in shown and "of 12.0 GiB" in shown
+    trained = "83.89 M parameters trained; frozen ones take 5.311 GiB, in 4 bits, head and embeddings in bf16"
+    assert f"  adapters   {trained}\n" in shown
+    assert "assumed of generic, neither measured nor published: " in shown
+    lora, full = answer(capsys, "--lora", base=base), answer(capsys, base=base)
+    assert (lora["adapters"]["rank"], full["adapters"]) == (8, None)
+    assert lora["status"] == full["status"] == "oom" and "What helps: --qlora" in lora["binding"]
+
+
 def test_methods_are_compared_like_with_like(capsys):
     """Checkpointing with the loss in chunks fits where whole logits do not; ALST's and TRL's inputs are on the host."""
     assert cli.main([*BASE[:5], "--gpus", "8", "--seq-length", "1M", "--compare", "--json"]) == 0
@@ -165,7 +207,20 @@ def test_a_sweep_as_table_csv_and_picture(capsys, tmp_path):
         (("--seq-length", "1M", "--ulysses", "4"), "only an --sp that is given"),
         (("--seq-length", "1M", "--hardware", "abacus"), "hardware_data/h200.json"),
         (("--seq-length", "1M", "--model", "nowhere.json"), "nowhere.json"),
-        (("--seq-length", "1M", "--model", "meta-llama/Llama-3.1-8B"), "nothing is downloaded"),
+        (
+            ("--seq-length", "1M", "--model", "no-such/model"),
+            "nothing is downloaded. Run `hf download no-such/model config.json`",
+        ),
+        (("--seq-length", "1M", "--model", "no--such/mo--del"), "Run `hf download"),
+        (
+            ("--seq-length", "1M", "--hardware", "generic"),
+            "--peak-tflops, --device-memory-gib, --device-gb-per-s, --link-gb-per-s",
+        ),
+        (("--seq-length", "1M", "--peak-tflops", "-1"), "a number above 0"),
+        (("--seq-length", "1M", "--lora", "--qlora"), "--lora does not go with --qlora"),
+        (("--seq-length", "1M", "--qlora", "--profile", "x.json"), "--qlora does not go with --profile"),
+        (("--seq-length", "1M", "--lora", "0"), "'0'"),
+        (("--seq-length", "1M", "--lora", "--offload", "all"), "--offload all with LoRA of rank 8"),
         (("--seq-length", "1M", "--profile", "nowhere.json"), "--profile: cannot read nowhere.json: No such file"),
         (("--seq-length", "1M", "--tile-tokens", "4096", "--method", "none"), "only memo runs layers in tiles"),
         (("--compare", "--seq-length", "1M", "--alpha", "0.5"), "its own alpha"),
