@@ -22,7 +22,7 @@ from ds_memo.files import write_output
 from ds_memo.units import GIB, short
 
 RANK = 8
-"""Of adapters, as PEFT has it."""
+"""PEFT's own rank of adapters."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

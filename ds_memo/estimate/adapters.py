@@ -18,7 +18,7 @@ from ds_memo.estimate.errors import EstimateError
 from ds_memo.hf.find_layers import find_layers
 
 NF4_BYTES = 1 / 2 + 1 / 64 + 4 / (64 * 256)
-"""Of a weight: 4 bits, a byte for each 64 weights, which scales them, and four for each 256 of those bytes."""
+"""Bytes of a weight: 4 bits, a byte for each 64 weights, which scales them, and four for each 256 of those bytes."""
 _library = torch.library.Library("ds_memo", "FRAGMENT")
 _library.define("dequantize(Tensor weight) -> Tensor")
 _library.impl("dequantize", torch.empty_like, "Meta")
@@ -31,7 +31,7 @@ class Adapters(NamedTuple):
     quantized: bool
     parameters: int
     layer_parameters: int
-    """Of the layer with the most."""
+    """Those of the layer with the most."""
     frozen_bytes: float
 
     def __str__(self) -> str:

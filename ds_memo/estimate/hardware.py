@@ -277,7 +277,7 @@ def model_file(path: str) -> Path:
 
 
 _NAME = re.compile(r"[\w.-]+/[\w.-]+")
-"""Of a model in the Hugging Face Hub."""
+"""The name of a model in the Hugging Face Hub."""
 
 
 def _cached(name: str) -> Path | None:

@@ -78,7 +78,7 @@ def test_a_layer_keeps_what_a_real_one_keeps(quantized: bool) -> None:
 
 
 def test_frozen_products_have_no_gradient_of_the_weight() -> None:
-    """Of 6 FLOPs for each parameter and token 4 remain, beside 6 for each of an adapter; attention has as many as before."""
+    """4 of 6 FLOPs for each parameter and token remain, beside 6 for each of an adapter; attention has as many as before."""
     s, rank = 4096, 32
     full, lora = (models.load(str(LLAMA_8B), rank=r) for r in (None, rank))
     frozen = full.parameters - full.vocab * full.hidden

@@ -28,7 +28,9 @@ def test_the_papers_table_agrees_with_its_formula(seq_k, percent, tgs):
         ("NVIDIA A100-SXM4-80GB", 312e12),
         ("NVIDIA B200", 2250e12),
         ("NVIDIA A100-SXM4-80GB MIG 3g.40gb", None),
-        ("NVIDIA GeForce RTX 4090", None),
+        ("NVIDIA GeForce RTX 4090", 165.2e12),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA GeForce RTX 3090", None),
         ("", None),
     ],
 )
