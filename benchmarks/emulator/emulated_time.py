@@ -2,8 +2,8 @@
 
 Attention takes the time of the kernel behind its op: cuDNN's, FlashAttention-2's, or that of the implementation that is active
 for flash ops. Flash attention called outright, with cu_seqlens and windows, has the pairs of tokens that it sees; cu_seqlens that
-came from the host are read where the emulator's device keeps them. Ops of ds_memo, and bitsandbytes' products, take the time of
-the ops inside. A product also
+came from the host are read where the emulator's device keeps them. Ops of ds_memo take the time of the ops inside. A product of
+bitsandbytes takes that of PyTorch's, and the bytes of unpacking its weight. A product also
 takes the bytes of the matrix that it adds to, as sums of weight gradients in fp32 do. No kernel takes less than LAUNCH_FLOOR_S,
 those that no op shows (Triton's) among them.
 
@@ -18,6 +18,7 @@ import collections
 import ctypes
 import functools
 import itertools
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -29,8 +30,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mod
 from torch.utils._pytree import tree_leaves
 
 from ds_memo.estimate import hardware, kernels
+from ds_memo.estimate.adapters import NF4_BYTES
+from ds_memo.remat import op_policy
 from ds_memo.remat.functions import SkipsCompiled
-from ds_memo.remat.op_policy import QUANTIZED_NAMES
 from ds_memo.units import GIB
 
 aten = torch.ops.aten
@@ -116,7 +118,7 @@ class Costs(SkipsCompiled):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        if func.namespace == "ds_memo" or func.name() in QUANTIZED_NAMES:
+        if func.namespace == "ds_memo":
             return run_inside(self, func, args, kwargs)
         self.clock.begin_op()
         result = func(*args, **kwargs)
@@ -143,6 +145,9 @@ def cost_s(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
         return 0.0
     if func._overloadpacket in _FLASH:
         return _flash_s(func, args, kwargs, machine)
+    if func.name() in op_policy.QUANTIZED_NAMES:
+        unpacked_s = (NF4_BYTES + 2) * math.prod(args[2]) / (machine.device_bandwidth * machine.device_bandwidth_efficiency)
+        return op_policy.gemm_flops(func, args, result) / (machine.peak * machine.gemm_efficiency) + unpacked_s
     return kernels.cost_s(func, args, kwargs, result, machine)
 
 

@@ -170,6 +170,16 @@ def test_adapters_on_a_card_that_no_file_has(capsys):
     assert lora["status"] == full["status"] == "oom" and "What helps: --qlora" in lora["binding"]
 
 
+@pytest.mark.slow
+def test_the_example_of_adapters_in_the_docs(capsys):
+    assert (
+        cli.main(["estimate", "--model", LLAMA, "--hardware", "rtx4090", "--gpus", "1", "--qlora", "32", "--seq-length", "128K"])
+        == 0
+    )
+    shown = "".join(f"    {line}\n" for line in capsys.readouterr().out.splitlines()[:6])
+    assert shown in (ROOT / "docs" / "estimate.md").read_text()
+
+
 def test_methods_are_compared_like_with_like(capsys):
     """Checkpointing with the loss in chunks fits where whole logits do not; ALST's and TRL's inputs are on the host."""
     assert cli.main([*BASE[:5], "--gpus", "8", "--seq-length", "1M", "--compare", "--json"]) == 0

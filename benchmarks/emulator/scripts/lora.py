@@ -23,6 +23,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("length", type=int)
 parser.add_argument("--qlora", action="store_true")
 parser.add_argument("--memo", type=json.loads, default={})
+parser.add_argument("--steps", type=int, default=4)
 asked = parser.parse_args()
 
 
@@ -67,7 +68,7 @@ trained = [parameter for parameter in model.parameters() if parameter.requires_g
 engine, *_ = ds_memo.initialize(model=model, model_parameters=trained, config=config)
 before = torch.cuda.memory_allocated() / 2**30
 print(f"{before:.2f} GiB before the first step, {sum(p.numel() for p in trained):,} trained parameters")
-for _ in range(4):
+for _ in range(asked.steps):
     ids = torch.randint(0, 128256, (1, asked.length), device=engine.device)
     engine.backward(engine(input_ids=ids, labels=ids).loss)
     engine.step()
