@@ -8,6 +8,7 @@ that unpacks reads and writes device memory once, at the rate of elementwise ker
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, NamedTuple
 
 import torch
@@ -62,21 +63,31 @@ def add_adapters(model: nn.Module, rank: int, quantized: bool) -> Adapters:
     """Freeze a model on the meta device, and add adapters to all products in its layers.
 
     Raises:
-        EstimateError: PEFT is missing.
+        EstimateError: PEFT is missing, layers have no torch.nn.Linear, or PEFT adapts tensors of experts, too.
     """
     try:
         from peft import LoraConfig, inject_adapter_in_model
+        from peft.tuners.lora.layer import ParamWrapper
     except ImportError as error:
         raise EstimateError(f"--lora and --qlora need peft ({error}): pip install 'ds_memo[hf]'") from None
     layers = [layer for _, layer in find_layers(model)]
     products = {part: name for name, part in model.named_modules() if type(part) is nn.Linear}
     inside = [part for layer in layers for part in layer.modules() if part in products]
+    if not inside:
+        raise EstimateError(f"--lora and --qlora: layers of {type(model).__name__} have no torch.nn.Linear, to which adapters go")
     frozen_bytes = sum(2.0 * parameter.numel() for parameter in model.parameters())
     if quantized:
         frozen_bytes -= sum((2 - NF4_BYTES) * part.weight.numel() for part in inside)
         for part in inside:
             part.__class__ = QuantizedLinear
-    inject_adapter_in_model(LoraConfig(r=rank, target_modules=[products[part] for part in inside]), model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # patterns for experts, of a model that has them
+        inject_adapter_in_model(LoraConfig(r=rank, target_modules=[products[part] for part in inside]), model)
+    if any(isinstance(part, ParamWrapper) for part in model.modules()):
+        raise EstimateError(
+            f"--lora and --qlora: PEFT adapts the experts of {type(model).__name__}, which are one tensor each, and that is not "
+            "estimated"
+        )
     trained = {id(parameter): parameter for parameter in model.parameters() if parameter.requires_grad}
     for parameter in trained.values():
         parameter.data = parameter.data.bfloat16()

@@ -95,7 +95,7 @@ def test_unpacking_takes_time_for_every_tile() -> None:
     (tiles,), (whole,), (packed,) = lora.tilings(4096), [lora.layers()[0]], [qlora.layers()[0]]
     assert packed.forward_s > whole.forward_s and packed.backward_s > whole.backward_s
     in_tiles = qlora.layers(tiles)[0].forward_s - lora.layers(tiles)[0].forward_s
-    assert in_tiles > 2 * (packed.forward_s - whole.forward_s) > 0
+    assert in_tiles > 1.2 * (packed.forward_s - whole.forward_s) > 0
 
 
 def test_answers_say_what_is_trained() -> None:
@@ -114,6 +114,12 @@ def test_answers_say_what_is_trained() -> None:
         ({"zero": 3}, "--zero 3 with QLoRA of rank 4"),
     ],
 )
-def test_what_is_not_estimated_is_refused(asked: dict, says: str) -> None:
+def test_layouts_that_are_not_estimated_are_refused(asked: dict, says: str) -> None:
     with pytest.raises(EstimateError, match=says):
         estimate(Question(estimated(True), RTX4090, 2, 2048, **asked))
+
+
+@pytest.mark.parametrize(("name", "says"), [("gpt2", "have no torch.nn.Linear"), ("deepseek_v3", "PEFT adapts the experts")])
+def test_models_whose_adapters_are_not_estimated_are_refused(name: str, says: str) -> None:
+    with pytest.raises(EstimateError, match=says):
+        from_config(dict(SMALL[name]), name, rank=4)
