@@ -5,6 +5,7 @@
     handle = ds_memo.attach(model, {"alpha": 0.5, "resident_layers": 2})                  # a plain nn.Module, no engine
     out = ds_memo.checkpoint(layer, hidden)                                               # as torch.utils.checkpoint
     attend = ds_memo.keep_whole(torch.compile(flex_attention))                            # attention by custom kernels
+    shared = ds_memo.share_sequences(model, mesh["sp"])                                   # several ranks to a sequence, no engine
     ds_memo.report(engine)                                                                # what it did
 
 Names are loaded when first used, so that the command line tools start without torch.
@@ -28,6 +29,7 @@ __all__ = [
     "install",
     "keep_whole",
     "report",
+    "share_sequences",
 ]
 
 _MODULES = {
@@ -38,6 +40,7 @@ _MODULES = {
     "install": "ds_memo.integrations.install",
     "keep_whole": "ds_memo.remat.functions",
     "report": "ds_memo.runtime.attach",
+    "share_sequences": "ds_memo.runtime.sequence",
 }
 
 

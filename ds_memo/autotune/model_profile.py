@@ -155,7 +155,7 @@ class Profiling:
             host_budget=self._host.nbytes,
             warn=self._warn,
             attention=self._config.attention,
-            ranks_per_sequence=ranks_per_sequence(),
+            ranks_per_sequence=max((ranks_per_sequence(call.layer.module()) for call in calls.values()), default=1),
             in_tiles=self._config.tile_tokens != 0 and not self.why_whole,
         )
 

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import ModuleType
@@ -21,25 +19,16 @@ from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from ds_memo.deepspeed import sequence_probe
-from ds_memo.deepspeed.sequence_probe import FIELD
-from ds_memo.distributed import agree
-from ds_memo.distributed.lost_ranks import naming_lost_ranks
 from ds_memo.distributed.store import groups_wait_no_longer
 from ds_memo.distributed.topology import ranks_per_sequence
 from ds_memo.errors import MemoConfigError, MemoError
 from ds_memo.hf.attention import wrap_attention
-from ds_memo.memory.host import ranks_on_node
-from ds_memo.sequence.parts import contiguous, even
-from ds_memo.sequence.ranks import ranks_of
-from ds_memo.sequence.ulysses_size import ulysses_size
+from ds_memo.runtime.sequence import decoders, make_parallel
+from ds_memo.runtime.sequence import refuse_inexact as refuse_own_inexact
+from ds_memo.sequence import batches as of_group
 
-IGNORE = -100
-"""Label of a token that does not count."""
-_decoders: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
-"""The hf.sequence.Decoder of each model that is sequence-parallel."""
+FIELD = "sequence_parallel_size"
 
 
 def size_in(config: Mapping[str, Any]) -> int:
@@ -103,28 +92,12 @@ def set_up(model: nn.Module, size: int, ulysses: int | None = None) -> ModuleTyp
         MemoConfigError: the numbers do not fit together.
         MemoError: the model cannot be made sequence-parallel.
     """
-    from ds_memo.hf.sequence import Decoder  # imports Transformers
-
     if not deepspeed.comm.is_initialized():  # its own, which torch's group may come before (Accelerate on CPUs)
         deepspeed.init_distributed()
     check(size, ulysses, dist.get_world_size())
-    config = getattr(model, "config", None)
-    heads = None if config is None else getattr(config.get_text_config(), "num_attention_heads", None)
-    if ulysses is not None and heads is not None and ulysses > heads:
-        raise MemoConfigError(f"memo.ulysses_size: got {ulysses}; allowed: up to the model's {heads} attention heads")
     _make_groups(size)
-    group = parallel_state_sp.get_sequence_parallel_group()
-    _decoders[model] = Decoder(model, ranks_of(group, ulysses or _chosen(model, size)))
+    make_parallel(model, parallel_state_sp.get_sequence_parallel_group(), ulysses)
     return parallel_state_sp
-
-
-def _chosen(model: nn.Module, size: int) -> int:
-    """Return the number of ranks that trade heads."""
-    config = getattr(model, "config", None)
-    config = None if config is None else config.get_text_config()
-    heads = getattr(config, "num_attention_heads", None) or size  # a state-space model has none
-    key_heads = getattr(config, "num_key_value_heads", None) or heads
-    return ulysses_size(size, heads, key_heads, math.gcd(*agree.from_all_ranks(ranks_on_node())))  # nodes may differ
 
 
 def refuse_inexact(model: nn.Module, forward: Callable[..., Any]) -> None:
@@ -137,9 +110,11 @@ def refuse_inexact(model: nn.Module, forward: Callable[..., Any]) -> None:
     Raises:
         MemoError: the first module that differs, and by how much.
     """
-    if (own := _decoders.get(model)) is not None:
-        sequence_probe.refuse_inexact(model, forward, own.ranks.group, own.whole, decoder=own)
+    if model in decoders:
+        refuse_own_inexact(model, forward)
     elif (registered := _registered_by_deepspeed(model)) is not None:
+        from ds_memo.hf import sequence_probe
+
         name, before = model.config._attn_implementation, dict(vars(registered))
         registered.seq_length_is_variable, registered.disable_in_eval = True, False
         try:
@@ -152,7 +127,7 @@ def refuse_inexact(model: nn.Module, forward: Callable[..., Any]) -> None:
 def _registered_by_deepspeed(model: nn.Module) -> UlyssesSPAttentionHF | None:
     """Return the attention that register_with_transformers has put in the table under this model's implementation, if any."""
     name = getattr(getattr(model, "config", None), "_attn_implementation", None)
-    if name is None or ranks_per_sequence() == 1:
+    if name is None or ranks_per_sequence(model) == 1:
         return None
     function = wrap_attention(name, lambda core: core)
     registered = inspect.getclosurevars(function).nonlocals.get("uattn") if inspect.isfunction(function) else None
@@ -183,57 +158,9 @@ def split(batches: Iterable[dict[str, Any]], device: torch.device, whole: bool =
     Returns:
         The same dicts with (b, n), n = s / ranks, or one more on the first ranks.
     """
-    group = parallel_state_sp.get_sequence_parallel_group()
-    ranks = dist.get_process_group_ranks(group)
-    for batch in _as_long_as_all(batches, group):
-        for rank in ranks:
-            full = _sent(dict(batch) if rank == dist.get_rank() else None, rank, group, device)
-            length = full["labels"].shape[1]
-            pieces = contiguous(even(length, len(ranks)))[dist.get_rank(group)]
-            start, stop = pieces[0] if pieces else (length, length)
-
-            def part(value: Any, length: int = length, start: int = start, stop: int = stop) -> Any:
-                is_cut = isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[1] == length
-                return value[:, start:stop].contiguous() if is_cut else value
-
-            yield {name: part(value) if name == "labels" or not whole else value for name, value in full.items()}
+    return of_group.split(batches, parallel_state_sp.get_sequence_parallel_group(), device, whole)
 
 
-@naming_lost_ranks("the split of a batch")
-def _sent(batch: dict[str, Any] | None, rank: int, group: dist.ProcessGroup, device: torch.device) -> dict[str, Any]:
-    """Return a rank's batch on all ranks of a group; the others pass None."""
-    own, spec = tree_flatten(batch)
-    sent: list[Any] = [(list(map(_described, own)), spec)]
-    dist.broadcast_object_list(sent, rank, group=group, device=device)
-    leaves, spec = sent[0]
-    for number, meta in enumerate(leaves):
-        if isinstance(meta, torch.Tensor):
-            leaves[number] = torch.empty_like(meta, device=device) if batch is None else own[number].to(device).contiguous()
-            dist.broadcast(leaves[number], rank, group=group)
-    found: dict[str, Any] = tree_unflatten(leaves, spec)
-    return found
-
-
-def _as_long_as_all(batches: Iterable[dict[str, Any]], group: dist.ProcessGroup) -> Iterator[dict[str, Any]]:
-    """Yield batches as long as each rank of the group has one."""
-    source = iter(batches)
-    while True:
-        batch = next(source, None)
-        have: list[Any] = [None] * dist.get_world_size(group)
-        with naming_lost_ranks("the split of a batch"):
-            dist.all_gather_object(have, batch is not None, group=group)
-        if batch is None or not all(have):
-            return
-        yield batch
-
-
-def _described(value: Any) -> Any:
-    """Return what stands for a value while ranks agree on shapes: a tensor without memory."""
-    is_tensor = isinstance(value, torch.Tensor)
-    return torch.empty_like(value, device="meta", memory_format=torch.contiguous_format) if is_tensor else value
-
-
-@naming_lost_ranks("the mean over a sequence's ranks")
 def mean_over_ranks(loss: torch.Tensor, labels: torch.Tensor, engine: deepspeed.DeepSpeedEngine) -> torch.Tensor:
     """Return the mean loss over whole sequences, from every rank's mean over its part, weighted by the labels that count.
 
@@ -246,25 +173,8 @@ def mean_over_ranks(loss: torch.Tensor, labels: torch.Tensor, engine: deepspeed.
         labels: this rank's part, each the token to predict at that position.
         engine: what runs the backward.
     """
-    count = (labels != IGNORE).sum()
-    total = count.clone()
     group = parallel_state_sp.get_sequence_parallel_group()
-    dist.all_reduce(total, group=group)
-    share = torch.where(count > 0, loss, torch.zeros_like(loss)) * (count / total.clamp(min=1))
-    return _SumOverRanks.apply(share, group, dist.get_world_size(group) if _divides_by_all_ranks(engine) else 1)
-
-
-class _SumOverRanks(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, share: torch.Tensor, group: dist.ProcessGroup, factor: int) -> torch.Tensor:
-        ctx.factor = factor
-        total = share.clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return grad * ctx.factor, None, None
+    return of_group.mean_over_ranks(loss, labels, group, dist.get_world_size(group) if _divides_by_all_ranks(engine) else 1)
 
 
 def _divides_by_all_ranks(engine: deepspeed.DeepSpeedEngine) -> bool:

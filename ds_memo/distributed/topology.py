@@ -1,14 +1,41 @@
-"""Which ranks wait for each other inside layers, by DeepSpeed's and FSDP2's state."""
+"""Which ranks wait for each other inside layers, by DeepSpeed's and FSDP2's state, and which of them share a sequence."""
 
 from __future__ import annotations
 
 import sys
+import weakref
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 
 from ds_memo.distributed.agree import world_size
+
+_sequence_groups: weakref.WeakKeyDictionary[nn.Module, dist.ProcessGroup] = weakref.WeakKeyDictionary()
+"""The ranks that share the sequences of modules of ds_memo's own sequence-parallel models. Copies of a model have none."""
+
+
+def note_sequence_group(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """Note that the ranks of a group share this model's sequences."""
+    _sequence_groups.update(dict.fromkeys(model.modules(), group))
+
+
+def sequence_group(model: nn.Module) -> dist.ProcessGroup | None:
+    """Return the group that shares the sequences of a model or a layer; None: this rank has whole ones.
+
+    It is that of :func:`note_sequence_group`, whoever made it; else DeepSpeed's, which counts for each model of the process
+    (an ``mpu``, Accelerate's ``sp_size``).
+    """
+    if (own := next((group for part in model.modules() if (group := _sequence_groups.get(part))), None)) is not None:
+        return own
+    state = sys.modules.get("deepspeed.runtime.sequence_parallel.parallel_state_sp")
+    return None if state is None or state._SEQUENCE_PARALLEL_GROUP is None else state.get_sequence_parallel_group()
+
+
+def ranks_per_sequence(model: nn.Module) -> int:
+    """Return the number of ranks that share a sequence of a model or a layer."""
+    group = sequence_group(model)
+    return 1 if group is None else dist.get_world_size(group)
 
 
 def meet_in_layers(model: nn.Module) -> bool:
@@ -23,7 +50,7 @@ def meet_in_layers(model: nn.Module) -> bool:
 
 def talk_in_layers(model: nn.Module) -> bool:
     """Return True if a rank in a layer waits for others: they meet there, or share a sequence (Ulysses) or GEMMs (AutoTP)."""
-    return meet_in_layers(model) or ranks_per_sequence() > 1 or (world_size() > 1 and any(map(_shares, model.modules())))
+    return meet_in_layers(model) or ranks_per_sequence(model) > 1 or (world_size() > 1 and any(map(_shares, model.modules())))
 
 
 def _shares(module: nn.Module) -> bool:
@@ -34,16 +61,14 @@ def _shares(module: nn.Module) -> bool:
 def sharing_ranks(model: nn.Module) -> tuple[int, ...]:
     """Return the ranks, this one among them, that share this rank's sequences (Ulysses) or GEMMs (AutoTP). They have the same
     lengths, and what one of them replays, or runs in tiles, all must."""
-    groups = {_of_sequences(), *(_ranks_of(module) for module in model.modules() if world_size() > 1 and _shares(module))}
+    groups = {_of_sequences(model), *(_ranks_of(module) for module in model.modules() if world_size() > 1 and _shares(module))}
     largest = max(groups, key=len)
     return largest if all(set(group) <= set(largest) for group in groups) else tuple(range(world_size()))
 
 
-def _of_sequences() -> tuple[int, ...]:
-    if ranks_per_sequence() == 1:
-        return (dist.get_rank() if world_size() > 1 else 0,)
-    state = sys.modules["deepspeed.runtime.sequence_parallel.parallel_state_sp"]
-    return tuple(dist.get_process_group_ranks(state.get_sequence_parallel_group()))
+def _of_sequences(model: nn.Module) -> tuple[int, ...]:
+    group = sequence_group(model)
+    return (dist.get_rank() if world_size() > 1 else 0,) if group is None else tuple(dist.get_process_group_ranks(group))
 
 
 def _ranks_of(module: nn.Module) -> tuple[int, ...]:
@@ -57,6 +82,18 @@ def units(module: nn.Module) -> list[Any]:
     fsdp = sys.modules.get("torch.distributed.fsdp")  # None: nothing is sharded by it
     kind = getattr(fsdp, "FSDPModule", None)
     return [] if kind is None else [part for part in module.modules() if isinstance(part, kind)]
+
+
+def reductions(model: nn.Module) -> set[tuple[tuple[int, ...], float]]:
+    """Return the ranks over which FSDP2 sums the gradients of a model's units, and by what it divides each sum."""
+    found = set()
+    for unit in units(model):
+        state = unit._get_fsdp_state()
+        for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:  # one, to torch 2.11
+            if group is not None:
+                ranks = tuple(group.mesh_info.mesh.mesh.flatten().tolist())
+                found.add((ranks, group.gradient_divide_factor or len(ranks)))
+    return found
 
 
 def is_in_pieces(module: nn.Module) -> bool:
@@ -82,11 +119,3 @@ def is_zeros(hook: object) -> bool:
 def is_experts(parameter: nn.Parameter) -> bool:
     """Return True for a parameter of an expert that other ranks lack."""
     return not getattr(parameter, "allreduce", True)
-
-
-def ranks_per_sequence() -> int:
-    """Return the number of ranks that share a sequence now: Ulysses' size, or 1."""
-    state = sys.modules.get("deepspeed.runtime.sequence_parallel.parallel_state_sp")
-    if state is None or state._SEQUENCE_PARALLEL_GROUP is None:
-        return 1
-    return state.get_sequence_parallel_world_size()

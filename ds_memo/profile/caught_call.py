@@ -282,7 +282,7 @@ def uncompiled(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 def _output(call: CaughtCall, run: Callable[[], Any]) -> Any:
     """Return what a layer returns; for a long sequence its hidden states in that place, if it returns no other tensor."""
-    if call.length <= _LONG or call.encoder_length or ranks_per_sequence() > 1 or not call.can_shorten():
+    if call.length <= _LONG or call.encoder_length or ranks_per_sequence(call.layer.module()) > 1 or not call.can_shorten():
         return _run_once(call, run)
     fn, args, (hidden, *_) = call.at(_LONG)
     out = _run_once(call, partial(uncompiled(fn), *args))

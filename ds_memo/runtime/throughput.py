@@ -68,6 +68,6 @@ def model_flops_utilization(
     """
     if tokens_per_s is None or model is None or len(hidden) != 3 or device.type != "cuda":
         return None
-    length = hidden[1] * ranks_per_sequence()
+    length = hidden[1] * ranks_per_sequence(model)
     flops, peak = model_flops(model, length), peak_flops(torch.cuda.get_device_name(device))
     return mfu(flops * tokens_per_s / length, 1.0, 1, peak) if flops and peak else None

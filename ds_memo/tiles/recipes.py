@@ -82,7 +82,7 @@ class TiledLayer:
         self.attention_recipes: dict[Any, AttentionRecipe] = {}
         self.alphas: dict[Any, float] = {}
         """By key of the call: alpha where the policy leaves it open until sizes are known."""
-        self.result_differs = shapes.attention is not None and ranks_per_sequence() > 1
+        self.result_differs = shapes.attention is not None and ranks_per_sequence(module) > 1
         """True if attention's result is not its kernel's output, as the latest call showed. Before the first: where ranks trade
         heads."""
         self._module = weakref.ref(module)

@@ -109,7 +109,7 @@ class Tiling:
             signature = why = str(reason)
         if not why:
             arguments = Arguments(own.args, own.kwargs)
-            signature = arguments.signature(masks=ranks_per_sequence() == 1), own.module.training
+            signature = arguments.signature(masks=ranks_per_sequence(own.module) == 1), own.module.training
             if not call.grads and (trained := (signature[0], True)) in verdicts.tiled:
                 signature = trained
             if not call.grads and signature not in verdicts.tiled and (others := arguments.others):

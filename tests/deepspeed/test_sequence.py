@@ -15,6 +15,7 @@ from ds_memo.autotune.policy import PlacementPolicy
 from ds_memo.deepspeed import sequence
 from ds_memo.head_groups import HeadGroup
 from ds_memo.placement import Placement, PlacementKind, Tiles
+from ds_memo.runtime.sequence import decoders
 from ds_memo.tiles import attention
 from ds_memo.tiles.modes import SupplyHeads
 from tests.deepspeed.matrix import mean_loss
@@ -176,7 +177,7 @@ class TestGradients(DistributedTest):
                 continue
             with pytest.raises(ds_memo.MemoError, match=f'embeddings of type "{rope["rope_type"]}" .* {off}'):
                 gradients_of_parts(parallel)
-            sequence._decoders[parallel]._rotary = None  # without the check gradients are wrong
+            decoders[parallel]._rotary = None  # without the check gradients are wrong
             with pytest.raises(Different):
                 assert_same_grads(gradients_of_parts(parallel), want, 1e-2)
 

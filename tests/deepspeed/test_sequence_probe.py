@@ -19,7 +19,9 @@ from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import ds_memo
-from ds_memo.deepspeed import sequence, sequence_probe
+from ds_memo.deepspeed import sequence
+from ds_memo.hf import sequence_probe
+from ds_memo.runtime.sequence import decoders
 from tests import architectures
 from tests.deepspeed.matrix import mean_loss
 from tests.deepspeed.test_sequence import batch, gradients_of_parts, part, whole_gradients
@@ -118,7 +120,7 @@ def probed(mlp: Any = None, exchanging: bool = False) -> None:
     layer = model.model.layers[1]
     layer.mlp = mlp(layer.mlp) if mlp else layer.mlp
     sequence.set_up(model, 2)
-    own = sequence._decoders[model]
+    own = decoders[model]
 
     @contextmanager
     def whole() -> Iterator[None]:

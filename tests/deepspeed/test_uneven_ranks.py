@@ -32,6 +32,7 @@ from ds_memo.deepspeed import sequence
 from ds_memo.distributed import agree, lost_ranks
 from ds_memo.profile import run
 from ds_memo.runtime import ranks_alike
+from ds_memo.runtime.sequence import decoders
 from ds_memo.solve import headroom
 from ds_memo.solve.placement_kinds import place
 from ds_memo.solve.refusals import NothingFits
@@ -323,7 +324,7 @@ class TestMissingRanks(DistributedTest):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(of_node[dist.get_rank()]))
         model = build("llama")
         sequence.set_up(model, 2)
-        assert sequence._decoders[model].ranks.ulysses == ulysses
+        assert decoders[model].ranks.ulysses == ulysses
 
     def test_a_rank_that_ends_is_named_with_its_error(self) -> None:
         engine = start(1, alpha=0.5, resident_layers=0)

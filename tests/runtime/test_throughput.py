@@ -55,7 +55,7 @@ def test_where_no_step_is_ever_settled_all_count() -> None:
 def test_attention_is_of_whole_sequences(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """MFU is the same however many ranks share one: each has its part of the tokens, and of their FLOPs."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    monkeypatch.setattr(speed, "ranks_per_sequence", lambda: ranks)
+    monkeypatch.setattr(speed, "ranks_per_sequence", lambda model: ranks)
     monkeypatch.setattr(speed, "model_flops", lambda model, length: length * (6e9 + length * 6e5))
     got = model_flops_utilization(torch.nn.Linear(2, 2), (1, 65536 // ranks, 64), 1e4, torch.device("cuda"))
     assert got == pytest.approx(1e4 * (6e9 + 65536 * 6e5) / 989e12)

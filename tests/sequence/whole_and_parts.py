@@ -19,6 +19,7 @@ from torch import nn
 
 import ds_memo
 from ds_memo.deepspeed import sequence
+from ds_memo.runtime.sequence import decoders
 from ds_memo.sequence.parts import even
 from tests import architectures, models
 from tests.sequence.float64 import float64
@@ -123,7 +124,7 @@ class Batch:
             lengths: tokens of each rank's part; None: as equal as they can be.
         """
         given = {"input_ids": self.tokens, "position_ids": self.positions}
-        if not sequence._decoders[model].takes_whole:
+        if not decoders[model].takes_whole:
             given = {name: part(value, lengths) for name, value in given.items()}
         logits = model(**given, use_cache=False).logits
         labels = part(self.labels, lengths)

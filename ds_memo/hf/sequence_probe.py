@@ -29,7 +29,9 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ds_memo.distributed import agree
+from ds_memo.distributed.topology import units
 from ds_memo.errors import MemoError
+from ds_memo.hf.sequence_tables import FIELD
 from ds_memo.profile.caught_call import hidden_from_training
 from ds_memo.remat.random_states import forked
 from ds_memo.sequence.parts import SequenceParts
@@ -37,7 +39,6 @@ from ds_memo.sequence.parts import SequenceParts
 if TYPE_CHECKING:
     from ds_memo.hf.sequence import Decoder
 
-FIELD = "sequence_parallel_size"
 TOKENS, LEAST = 75, 5
 """Tokens of the whole sequence (no usual size of a dimension), and the fewest of a part: causal convolutions span four."""
 ROUNDS = 3
@@ -248,6 +249,8 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
         try:
             yield
         finally:
+            for unit in units(model):  # FSDP2's root would stay gathered
+                unit.reshard()
             for module in training:
                 module.training = True
             for module, value in zip(groups, before, strict=True):
