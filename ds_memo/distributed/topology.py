@@ -23,8 +23,8 @@ def note_sequence_group(model: nn.Module, group: dist.ProcessGroup) -> None:
 def sequence_group(model: nn.Module) -> dist.ProcessGroup | None:
     """Return the group that shares the sequences of a model or a layer; None: this rank has whole ones.
 
-    It is that of :func:`note_sequence_group`, whoever made it; else DeepSpeed's, which counts for each model of the process
-    (an ``mpu``, Accelerate's ``sp_size``).
+    It is that of :func:`note_sequence_group`; else DeepSpeed's, which counts for each model of the process (an ``mpu``,
+    Accelerate's ``sp_size``).
     """
     if (own := next((group for part in model.modules() if (group := _sequence_groups.get(part))), None)) is not None:
         return own

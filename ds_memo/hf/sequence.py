@@ -171,7 +171,7 @@ class Decoder:
                 raise MemoError(
                     f"{FIELD} {self.ranks.size}: the model was called without position_ids. Each rank must be given its part of "
                     "each sequence, not a batch of its own, and position_ids say so. Let UlyssesSPDataLoaderAdapter or "
-                    "ds_memo.deepspeed.sequence.split cut batches that have them"
+                    "ds_memo's split cut batches that have them"
                 )
             if positions is not None and positions.dim() != 2:
                 raise MemoError(
@@ -248,7 +248,7 @@ class Decoder:
             came = ", ".join(f"{one.rows} x {one.length} on rank {rank}" for rank, one in enumerate(by_rank))
             raise MemoError(
                 f"{FIELD} {self.ranks.size}: the ranks of a sequence came with batches of unequal size (rows x tokens: {came}); "
-                "expected as many rows. Let UlyssesSPDataLoaderAdapter or ds_memo.deepspeed.sequence.split cut batches"
+                "expected as many rows. Let UlyssesSPDataLoaderAdapter or ds_memo's split cut batches"
             )
         return by_rank
 
@@ -304,8 +304,8 @@ class Decoder:
             came = ", ".join(f"{rows} x {length} on rank {rank}" for rank, (rows, length, _) in enumerate(by_rank))
             raise MemoError(
                 f"{FIELD} {self.ranks.size}: the ranks of a sequence came with other batches (rows x tokens: {came}); a model "
-                "that reads more than text takes whole sequences, the same on all of them. Let ds_memo.deepspeed.sequence.split "
-                "send batches (whole=True)"
+                "that reads more than text takes whole sequences, the same on all of them. Let ds_memo's split send batches "
+                "(whole=True)"
             )
 
     def _refuse_lengths(self, lengths: Sequence[int]) -> None:

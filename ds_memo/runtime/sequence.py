@@ -140,15 +140,15 @@ class SharedSequences:
         if not found and len(ranks) > 1:
             raise MemoError(
                 f"the ranks {ranks} share sequences, and it is not known what adds up their gradients: neither fully_shard nor "
-                "DistributedDataParallel has the model. If the loop averages them itself, say over which ranks: "
+                "DistributedDataParallel has the model. If the loop averages them itself, give their ranks to "
                 "share_sequences(…, averaged_over=mesh)"
             )
         for over, _ in found:
             if not set(ranks) <= set(over):
                 raise MemoError(
                     f"the ranks {ranks} share sequences, but gradients are averaged over the ranks {list(over)} alone: each "
-                    "would train on its part. Shard over these ranks, too: fully_shard without a mesh (all ranks), or with "
-                    'one of two dimensions, mesh["dp", "sp"], whose first holds copies'
+                    "would train on its part. Call fully_shard without a mesh (over all ranks), or with one of two "
+                    'dimensions, mesh["dp", "sp"], whose first holds copies'
                 )
         scales = {divisor * len(ranks) / len(over) for over, divisor in found}
         if len(scales) > 1:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from ds_memo.errors import MemoError
 
-_IN_ORDER = "Give each rank its part in the order of the ranks, and no token twice (ds_memo.deepspeed.sequence.split does)"
+_IN_ORDER = "Give each rank its part in the order of the ranks, and no token twice (ds_memo's split does)"
 
 
 class RankPart(NamedTuple):

@@ -20,7 +20,7 @@ from tests.processes import ROOT, finished
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 EVERYDAY = ("attach",)
 TIMEOUT_S = 280
-STORED_MIB = {"deepspeed_loop": 7.031, "sequence": 3.516}
+STORED_MIB = {"deepspeed_loop": 7.031, "sequence": 3.516, "mesh": 3.516}
 """A layer stores as much, at one length: two ranks hold half a sequence each."""
 REPORT = re.compile(r"^ds_memo +active: .*^over the link +(\S+) [KMGT]iB to the host, (\S+) [KMGT]iB back$", re.M | re.S)
 
@@ -59,7 +59,7 @@ def printed(name: str) -> str:
 
 
 def marks(name: str) -> list[pytest.MarkDecorator]:
-    too_few = name in ("sequence", "fsdp2") and torch.cuda.device_count() == 1
+    too_few = name in ("sequence", "fsdp2", "mesh") and torch.cuda.device_count() == 1
     return [pytest.mark.skipif(too_few, reason="two GPUs or none")] + ([] if name in EVERYDAY else [pytest.mark.slow])
 
 
