@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate import ParallelismConfig
+from accelerate import Accelerator, ParallelismConfig
+from accelerate.big_modeling import _attach_context_parallel_hooks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -18,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ds_memo
 from ds_memo.hf import sequence_probe
 from ds_memo.runtime.sequence import SharedSequences, decoders
+from tests import architectures
 from tests.deepspeed.matrix import mean_loss
 from tests.distributed_harness.common import DistributedTest
 from tests.models import VOCAB, Different, assert_same_grads, build
@@ -25,6 +28,12 @@ from tests.models import VOCAB, Different, assert_same_grads, build
 LENGTH, TOLERANCE = 24, 1e-5
 ALPHA = {"alpha": 0.5, "resident_layers": 1, "plan": {"enabled": False}}
 TILES = {**ALPHA, "tile_tokens": 4}
+GROUPS = {"alpha": 0.0, "resident_layers": 0, "tile_tokens": 4, "input_every": 4, "plan": {"enabled": False}}
+SOLVED = {"host_memory_gib": 1.0, "device_memory_gib": 0.0003}
+MODELS = {
+    "hybrid": lambda: architectures.build("falcon_h1").train(),  # attention beside a scan and a convolution
+    **{name: functools.partial(build, name) for name in ("llama", "gemma2", "mistral", "qwen3_moe")},
+}
 PACKED = (7, 12, 5)
 """Tokens of the documents of each sequence."""
 
@@ -44,10 +53,15 @@ def logits_of(model: nn.Module, given: dict[str, torch.Tensor]) -> torch.Tensor:
 
 def whole_gradients(name: str, sequences: list[dict[str, torch.Tensor]]) -> tuple[float, dict[str, Any]]:
     """Return the mean loss of whole sequences and its gradients, by one process."""
-    model = build(name)
+    model = make(name)
     loss = torch.stack([mean_loss(logits_of(model, one), one["labels"]) for one in sequences]).mean()
     loss.backward()
     return loss.item(), gradients(model)
+
+
+def make(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return MODELS[name]()
 
 
 def gradients(model: nn.Module) -> dict[str, Any]:
@@ -81,8 +95,10 @@ def compare(
     groups = dist.get_world_size() // of_sequence.size()
     of_data = [name for name in mesh.mesh_dim_names if name.startswith("dp")]
     group = mesh[of_data[0]].get_local_rank() if of_data else 0
-    model = build(name)
+    model = make(name)
     shared = ds_memo.share_sequences(model, of_sequence)
+    if shards is not None and "dp_shard_cp" in (shards.mesh_dim_names or ()):
+        _attach_context_parallel_hooks(model)  # as Accelerate prepares it: layers get no mask
     sharded(model, shards)
     handle = None if memo is None else ds_memo.attach(model, memo)
     for step in range(3):
@@ -109,8 +125,11 @@ class TestFourRanks(DistributedTest):
         for name in ("llama", "gemma2", "qwen3_moe"):  # attention alike; windows, soft caps; experts, a head size of its own
             report = compare(name, mesh, mesh["sp"], ALPHA)
             assert report["bytes_to_host"] > 0 and report["attention_recomputed"] == 0, name
-        for name in ("llama", "qwen3_moe"):
+        for name in ("qwen3_moe", "hybrid"):
             assert compare(name, mesh, mesh["sp"], TILES)["tiles"]["layers"], name
+        assert compare("llama", mesh, mesh["sp"], GROUPS)["layers_without_input"]
+        solved = compare("llama", mesh, mesh["sp"], SOLVED)
+        assert solved["bytes_to_host"] or solved["gemm_flops_recomputed_fraction"]
         compare("llama", mesh, mesh["sp"], ALPHA, packed=True)
         compare("llama", mesh, mesh["sp"], None, shards=mesh)  # copies over dp, pieces over sp
 
@@ -139,11 +158,13 @@ class TestFourRanks(DistributedTest):
         train_by_split(model, shared, mesh)
 
     def test_loops_of_other_kinds(self) -> None:
-        """Ranks that read batches of their own; DDP; gradients that the loop averages; sums in place of means."""
+        """Ranks that read batches of their own; Accelerate's DDP; gradients that the loop averages; sums in place of means."""
         mesh = mesh_of(2, 2)
         model = build("llama")
         shared = ds_memo.share_sequences(model, mesh["sp"])
-        train_by_split(DistributedDataParallel(model), shared, mesh)
+        prepared = Accelerator(cpu=True).prepare(model)
+        assert isinstance(prepared, DistributedDataParallel)
+        train_by_split(prepared, shared, mesh)
 
         model = build("llama")
         shared = ds_memo.share_sequences(model, mesh["sp"].get_group(), averaged_over=dist.group.WORLD)
