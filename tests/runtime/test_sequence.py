@@ -11,11 +11,13 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator, ParallelismConfig
 from accelerate.big_modeling import _attach_context_parallel_hooks
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import ds_memo
 from ds_memo.hf import sequence_probe
@@ -237,6 +239,15 @@ class Conv(nn.Module):
         return nn.functional.conv1d(nn.functional.pad(x.transpose(1, 2), (3, 0)), self.weight, groups=64).transpose(1, 2)
 
 
+class Wrapper(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.inner = model
+
+    def forward(self, **given: Any) -> Any:
+        return self.inner(**given)
+
+
 @pytest.mark.processes
 class TestTwoRanks(DistributedTest):
     world_size = 2
@@ -274,6 +285,34 @@ class TestTwoRanks(DistributedTest):
         for _ in range(2):
             logits_of(model, part)
             assert tried == [model]
+
+    def test_models_that_are_wrapped_or_have_adapters_or_compiled_layers(self) -> None:
+        warnings.simplefilter("ignore")
+        mesh, one = mesh_of(2, names=("sp",)), batch(0)
+
+        def adapted(name: str) -> nn.Module:
+            model = build("llama")
+            torch.manual_seed(1)
+            how = LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+            return get_peft_model(model, how) if name == "adapters" else model
+
+        for name in ("adapters", "wrapped", "compiled"):
+            whole, model = adapted(name), adapted(name)
+            mean_loss(logits_of(whole, one), one["labels"]).backward()
+            want = gradients(whole)
+            shared = ds_memo.share_sequences(model, mesh["sp"])
+            layers = [module for module in model.modules() if isinstance(module, LlamaDecoderLayer)]
+            for layer in layers:
+                fully_shard(layer)
+            root = fully_shard(Wrapper(model) if name == "wrapped" else model)
+            handle = ds_memo.attach(model, ALPHA)
+            for layer in layers if name == "compiled" else ():
+                layer.compile(backend="eager")
+            part = shared.part(one)
+            for _ in range(3):
+                shared.mean_loss(mean_loss(logits_of(root, part), part["labels"]), part["labels"]).backward()
+                assert_same_grads(gradients(model), want, TOLERANCE)
+            handle.detach()
 
     def test_calls_that_do_not_fit_are_refused(self) -> None:
         mesh = mesh_of(1, 2)

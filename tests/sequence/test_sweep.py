@@ -17,12 +17,18 @@ from typing import Any, ClassVar
 
 import deepspeed.comm as dist
 import pytest
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import ds_memo
 from ds_memo.deepspeed import sequence
+from ds_memo.distributed.agree import from_all_ranks
+from ds_memo.hf.find_layers import find_layers
+from ds_memo.runtime.sequence import decoders
 from tests import architectures
 from tests.distributed_harness.common import DistributedTest
-from tests.sequence.whole_and_parts import Batch, Lengths, make
+from tests.runtime.test_sequence import gradients
+from tests.sequence.whole_and_parts import Batch, Lengths, Outcome, make, mean_loss, whole
 
 RESULTS = Path(__file__).parents[1] / "data" / "sequence_families.json"
 LAYOUTS: tuple[Lengths, ...] = (((40,), (40,)), ((14, 9, 17), (10, 30)))
@@ -59,17 +65,42 @@ EXACT = {
 REFUSED = {"bart"}
 
 
+def wholes(name: str) -> tuple[Any, list[Batch], list[Outcome]]:
+    model = make(name)
+    batches = [Batch(lengths, vocabulary=model.config.get_text_config().vocab_size) for lengths in LAYOUTS]
+    if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
+        model.set_attn_implementation("eager")  # sdpa knows no soft cap
+    return model, batches, [batch.apart(model) for batch in batches]
+
+
+def under_fsdp2(name: str, layouts: int) -> float:
+    """Return the same on a mesh, whose ranks hold pieces of the weights, too. The first `layouts` are compared."""
+    model, batches, wants = wholes(name)
+    ranks = dist.get_world_size()
+    shared = ds_memo.share_sequences(model, init_device_mesh("cpu", (ranks,)), ulysses_size=2)
+    as_whole = decoders[model].takes_whole
+    for _, layer in find_layers(model, None) if name != "zamba2" else ():  # whose layers share weights
+        fully_shard(layer)
+    fully_shard(model)
+    worst: list[Any] = []
+    for batch, want in list(zip(batches, wants, strict=True))[:layouts]:
+        given = {"input_ids": batch.tokens, "position_ids": batch.positions, "labels": batch.labels}
+        given = shared.part(given, as_whole)
+        labels = given.pop("labels")
+        logits = model(**given, use_cache=False).logits
+        shared.mean_loss(mean_loss(logits, labels), labels).backward()
+        of_logits, of_gradient, _ = Outcome(whole(logits), gradients(model)).off(want)
+        worst += from_all_ranks(max(of_logits / EXACT_LOGITS, of_gradient / EXACT_GRADIENTS))
+    return max(worst)
+
+
 def in_parts(name: str) -> float:
     """Return how far logits and gradients of parts are from those of whole sequences; above 1: not exact.
 
     Raises:
         ds_memo.MemoError: the model is refused.
     """
-    model = make(name)
-    batches = [Batch(lengths, vocabulary=model.config.get_text_config().vocab_size) for lengths in LAYOUTS]
-    if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
-        model.set_attn_implementation("eager")  # sdpa knows no soft cap
-    wants = [batch.apart(model) for batch in batches]
+    model, batches, wants = wholes(name)
     ranks = dist.get_world_size()
     sequence.set_up(model, ranks, ulysses=2)
     sequence.refuse_inexact(model, model)
@@ -116,6 +147,12 @@ class TestFamilies(DistributedTest):
         exact = {name for name, kind in found.items() if kind == "exact"}
         assert exact >= EXACT and not exact & REFUSED and found.keys() >= REFUSED
         assert os.environ.get("WRITE") or not architectures.IS_PINNED or found == ways[str(world_size)]
+
+    def test_what_is_exact_is_so_under_fsdp2(self) -> None:
+        """On a mesh of two ranks, without DeepSpeed's engine."""
+        kinds = {name: kind for name, kind in json.loads(RESULTS.read_text())["2"].items() if name in architectures.NAMES}
+        off = {name: under_fsdp2(name, 2 if kind == "exact" else 1) for name, kind in kinds.items() if kind.startswith("exact")}
+        assert off.keys() >= EXACT and not {name: far for name, far in off.items() if far > 1}
 
 
 def _too_late(*_: Any) -> None:
