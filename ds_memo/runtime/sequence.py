@@ -113,7 +113,8 @@ class SharedSequences:
         Raises:
             MemoError: the ranks' labels differ.
         """
-        return batches.part(batch, self._group, whole)
+        decoder = decoders.get(self._model)
+        return batches.part(batch, self._group, self._group if decoder is None else decoder.ranks.host_group, whole)
 
     def mean_loss(self, loss: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Return the mean loss over whole sequences, from every rank's mean over its part, weighted by the labels that count.

@@ -27,13 +27,17 @@ def split(
             yield _cut(_sent(dict(batch) if rank == dist.get_rank() else None, rank, group, device), group, whole)
 
 
-def part(batch: dict[str, Any], group: dist.ProcessGroup, whole: bool = False) -> dict[str, Any]:
-    """Return this rank's part of a batch that all ranks of the group have read. See SharedSequences.part."""
+def part(batch: dict[str, Any], group: dist.ProcessGroup, on_host: dist.ProcessGroup, whole: bool = False) -> dict[str, Any]:
+    """Return this rank's part of a batch that all ranks of the group have read. See SharedSequences.part.
+
+    Args:
+        on_host: the same ranks, for what lies on the host.
+    """
     tokens = batch["labels"]
     read = zlib.crc32(tokens.contiguous().cpu().numpy().tobytes()), tuple(tokens.shape)
     by_rank: list[Any] = [None] * dist.get_world_size(group)
     with naming_lost_ranks("the split of a batch"):
-        dist.all_gather_object(by_rank, read, group=group)
+        dist.all_gather_object(by_rank, read, group=on_host)
     if len(set(by_rank)) > 1:
         raise MemoError(
             f"the ranks {dist.get_process_group_ranks(group)} of a sequence read batches of their own (labels differ; shapes: "

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator, ParallelismConfig
-from accelerate.big_modeling import _attach_context_parallel_hooks
+from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -99,8 +100,6 @@ def compare(
     group = mesh[of_data[0]].get_local_rank() if of_data else 0
     model = make(name)
     shared = ds_memo.share_sequences(model, of_sequence)
-    if shards is not None and "dp_shard_cp" in (shards.mesh_dim_names or ()):
-        _attach_context_parallel_hooks(model)  # as Accelerate prepares it: layers get no mask
     sharded(model, shards)
     handle = None if memo is None else ds_memo.attach(model, memo)
     for step in range(3):
@@ -141,8 +140,30 @@ class TestFourRanks(DistributedTest):
         assert compare("gemma2", rings, rings, TILES)["tiles"]["layers"]
         outside = mesh_of(2, 2, names=("sp", "dp"))  # ranks 0 and 2 share a sequence, 1 and 3
         compare("mistral", outside, outside["sp"], ALPHA)
-        theirs = ParallelismConfig(dp_shard_size=2, cp_size=2).build_device_mesh("cpu")
-        compare("llama", theirs, theirs["cp"], ALPHA, shards=theirs["dp_shard_cp"])
+
+    @pytest.mark.parametrize("with_mesh", [True, False])
+    def test_accelerate_shards_and_loads(self, with_mesh: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Its own mesh, whose ranks of a sequence read one batch; or none, and each rank reads its own."""
+        warnings.simplefilter("ignore")
+        on_cpus = lambda *given, **more: ("gloo", DistributedType.MULTI_GPU)  # noqa: E731  # it shards on accelerators alone
+        monkeypatch.setattr(PartialState, "_prepare_backend", on_cpus)
+        monkeypatch.setattr(PartialState, "set_device", lambda self: setattr(self, "device", torch.device("cpu")))
+        wrap = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["LlamaDecoderLayer"]}
+        sizes = ParallelismConfig(dp_shard_size=2, cp_size=2) if with_mesh else None
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, **wrap)
+        accelerator = Accelerator(fsdp_plugin=plugin, parallelism_config=sizes)
+        model = build("llama")
+        shared = ds_memo.share_sequences(model, accelerator.torch_device_mesh["cp"] if with_mesh else mesh_of(2, 2)["sp"])
+        data = [{name: value[0] for name, value in batch(number).items()} for number in range(8)]
+        given = model, torch.optim.SGD(model.parameters(), lr=0.0), torch.utils.data.DataLoader(data)
+        model, _, loader = accelerator.prepare(*given)
+        handle = ds_memo.attach(model, ALPHA)
+        parts = map(shared.part, loader) if with_mesh else shared.split(loader, torch.device("cpu"))
+        order = [(0, 1), (2, 3), (4, 5), (6, 7)] if with_mesh else [(0, 2), (1, 3), (4, 6), (5, 7)]
+        for numbers, part in zip(order, parts, strict=True):
+            accelerator.backward(shared.mean_loss(mean_loss(logits_of(model, part), part["labels"]), part["labels"]))
+            assert_same_grads(gradients(model), whole_gradients("llama", [batch(n) for n in numbers])[1], TOLERANCE)
+        handle.detach()
 
     def test_where_weights_are_made_last(self) -> None:
         """As torchtitan's loops do: on meta, then in parts, sharded, and given memory and values."""
