@@ -68,7 +68,7 @@ def share_sequences(
     if size > 1:
         make_parallel(model, group, ulysses_size or of_mesh)
         _try_first(model)
-    return SharedSequences(model, group, averaged_over and group_of(averaged_over)[0])
+    return SharedSequences(model, group, None if averaged_over is None else group_of(averaged_over)[0])
 
 
 class SharedSequences:

@@ -193,9 +193,9 @@ class TestFourRanks(DistributedTest):
         shared = ds_memo.share_sequences(model, mesh["sp"].get_group(), averaged_over=dist.group.WORLD)
         train_by_split(model, shared, mesh, average=True)
 
-        model = build("llama")
+        model = sharded(build("llama"))
         shared = ds_memo.share_sequences(model, mesh["sp"])
-        for unit in sharded(model).modules():
+        for unit in model.modules():
             if hasattr(unit, "set_gradient_divide_factor"):
                 unit.set_gradient_divide_factor(1.0)
                 unit.set_force_sum_reduction_for_comms(True)  # gloo knows no other
