@@ -28,6 +28,7 @@ __all__ = [
     "initialize",
     "install",
     "keep_whole",
+    "ray_setup",
     "report",
     "share_sequences",
 ]
@@ -39,6 +40,7 @@ _MODULES = {
     "initialize": "ds_memo.deepspeed.initialize",
     "install": "ds_memo.integrations.install",
     "keep_whole": "ds_memo.remat.functions",
+    "ray_setup": "ds_memo.integrations.ray",
     "report": "ds_memo.runtime.attach",
     "share_sequences": "ds_memo.runtime.sequence",
 }

@@ -2,7 +2,7 @@
 
 Accelerate, the Hugging Face Trainer and TRL look ``deepspeed.initialize`` up when they call it, so replacing the name is enough.
 Nothing is imported before the script itself imports deepspeed or accelerate: what it sets up first (environment variables, say)
-still counts.
+still counts. A script that imports ray is warned where its workers are not reached.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 from ds_memo.runtime import launched_by
 
-WATCHED = ("deepspeed", "accelerate")
+WATCHED = ("deepspeed", "accelerate", "ray")
 
 
 def install(memo: Mapping[str, Any] | None = None) -> None:
@@ -59,6 +59,8 @@ def uninstall() -> None:
         sys.modules["ds_memo.deepspeed.initialize"].give_initialize_back()
     if "ds_memo.integrations.accelerate" in sys.modules:
         sys.modules["ds_memo.integrations.accelerate"].give_prepare_back()
+    if "ds_memo.integrations.ray" in sys.modules:
+        sys.modules["ds_memo.integrations.ray"].warn_no_more()
 
 
 def _install_in(name: str) -> None:
@@ -66,10 +68,14 @@ def _install_in(name: str) -> None:
         from ds_memo.deepspeed.initialize import take_initialize_over
 
         take_initialize_over()
-    else:
+    elif name == "accelerate":
         from ds_memo.integrations.accelerate import take_prepare_over
 
         take_prepare_over()
+    else:
+        from ds_memo.integrations.ray import warn_in_drivers
+
+        warn_in_drivers()
 
 
 def _end_watch() -> None:

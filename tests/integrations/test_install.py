@@ -161,7 +161,8 @@ assert "accelerate" not in sys.modules
 import accelerate
 from ds_memo.integrations import accelerate as seam
 assert accelerate.Accelerator.prepare_model.__wrapped__ is seam._stock["prepare_model"]
-assert not any(type(finder).__module__.startswith("ds_memo.") for finder in sys.meta_path)
+waits = [type(finder).__module__ for finder in sys.meta_path if type(finder).__module__.startswith("ds_memo.")]
+assert waits == ([] if "ray" in sys.modules else ["ds_memo.integrations.install"])
 """
     done = python("-c", code)
     assert done.returncode == 0, done.stderr
