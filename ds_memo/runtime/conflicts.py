@@ -51,8 +51,11 @@ def refuse_model(layers: list[tuple[str, nn.Module]]) -> None:
             refuse_offload(layer.__dict__.get("_gradient_checkpointing_func"))
 
 
-def refuse_fsdp1(model: nn.Module) -> None:
+def refuse_fsdp1(model: nn.Module, had_parameters: bool = False) -> None:
     """Refuse a model whose parameters are parts of a flat one (``FullyShardedDataParallel``), or plain tensors in its place.
+
+    Args:
+        had_parameters: True if the model had some when it was attached.
 
     Raises:
         MemoError: naming what to use.
@@ -60,8 +63,10 @@ def refuse_fsdp1(model: nn.Module) -> None:
     kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)  # None: not imported
     if kind is None:
         return
-    parameters = list(model.parameters())
-    if not parameters or hasattr(parameters[0], "_fsdp_flattened") or any(isinstance(part, kind) for part in model.modules()):
+    first = next(model.parameters(), None)
+    gone = first is None and had_parameters
+    is_part = hasattr(getattr(first, "_base", None), "_fsdp_flattened")  # a view, while it is gathered
+    if gone or is_part or any(isinstance(part, kind) for part in model.modules()):
         raise MemoError(
             "the model is under FullyShardedDataParallel (FSDP1), which has put its parameters into flat ones. Use "
             "FSDP2: torch.distributed.fsdp.fully_shard, or fsdp_version: 2 in Accelerate's configuration"
