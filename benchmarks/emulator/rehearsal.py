@@ -106,7 +106,7 @@ def rehearse(clock: Clock, ranks: int, rank: int, rows: list[dict[str, Any]], sc
 
     def plain_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if not in_engine:
-            session = next(iter(attach._attached.values()), None)
+            session = next(iter(attach.attached()), None)
             ended(optimizer, None if session is None else MemoHandle(session))
 
     deepspeed.init_distributed = lambda *args, **kwargs: init(dist_backend=NAME)

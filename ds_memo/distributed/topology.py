@@ -96,6 +96,21 @@ def reductions(model: nn.Module) -> set[tuple[tuple[int, ...], float]]:
     return found
 
 
+def beside_units(model: nn.Module) -> str | None:
+    """Return the name of a trained parameter that FSDP2 does not have, so that its gradient stays this rank's; None: there is
+    none, or nothing is under FSDP2. Units around the model are known after a forward."""
+    states = {state for unit in units(model) for state in (unit._get_fsdp_state(), *unit._get_fsdp_state()._state_ctx.all_states)}
+    held = {
+        id(getattr(parameter, name, None))
+        for state in states
+        for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+        for parameter in (group.fsdp_params if group is not None else ())
+        for name in ("sharded_param", "_unsharded_param", "_sharded_post_forward_param")
+    }
+    named = model.named_parameters() if held else ()
+    return next((name for name, parameter in named if parameter.requires_grad and id(parameter) not in held), None)
+
+
 def is_in_pieces(module: nn.Module) -> bool:
     """Return True if ZeRO-3 or FSDP2 has divided its parameters among the ranks."""
     return any(map(is_zero3s, module.parameters())) or bool(units(module))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,7 +10,11 @@ from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 import ds_memo
+from ds_memo.errors import brief, warn
 from ds_memo.units import GIB
+
+_begun: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
+"""Handles of models that a callback attached, and has not detached yet."""
 
 
 class MemoCallback(TrainerCallback):
@@ -38,10 +43,15 @@ class MemoCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: nn.Module, **kwargs: Any
     ) -> None:
+        if (left := _begun.pop(model, None)) is not None:  # its training ended by an error, which calls no on_train_end
+            left.detach()
         try:
             ds_memo.report(model)
         except ds_memo.MemoError:
-            self._handle = ds_memo.attach(model, self.config, device=args.device)
+            self._handle = _begun[model] = ds_memo.attach(model, self.config, device=args.device)
+        else:
+            if self.config:
+                warn(f"MemoCallback: the model is under memo already, so {brief(self.config)} is not used. Leave one out")
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict[str, Any], **kwargs: Any
@@ -57,3 +67,4 @@ class MemoCallback(TrainerCallback):
             self.report = self._handle.report()
             self._handle.detach()
             self._handle = None
+            _begun.pop(kwargs["model"], None)

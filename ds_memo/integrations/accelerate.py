@@ -23,10 +23,14 @@ from ds_memo.runtime import launched_by
 ALONE = "this {} runs without memo: {}"
 _stock: dict[str, Callable[..., Any]] = {}
 """Accelerate's own methods, by name, once install() has replaced them."""
+_taken = False
+"""False after uninstall(), also where another library has wrapped what install() put there."""
 
 
 def take_prepare_over() -> None:
     """Attach what Accelerate prepares from now on."""
+    global _taken
+    _taken = True
     for name, around in (("prepare_model", _around_prepare_model), ("_prepare_fsdp2", _around_prepare_fsdp2)):
         if name not in _stock and name in vars(Accelerator):  # FSDP2 came with Accelerate 1.6
             _stock[name] = vars(Accelerator)[name]
@@ -34,7 +38,9 @@ def take_prepare_over() -> None:
 
 
 def give_prepare_back() -> None:
-    """Undo take_prepare_over(), except where other code has wrapped a method since."""
+    """Undo take_prepare_over(). A method that other code has wrapped since stays, and attaches nothing."""
+    global _taken
+    _taken = False
     for name, stock in list(_stock.items()):
         if getattr(vars(Accelerator)[name], "__wrapped__", None) is stock:
             setattr(Accelerator, name, _stock.pop(name))
@@ -74,14 +80,15 @@ def _attach(accelerator: Accelerator, prepared: nn.Module, for_evaluation: bool)
     from ds_memo.remat.diagnostics import within_compiled
     from ds_memo.runtime.attach import attach_without_engine, handle_of
     from ds_memo.runtime.conflicts import refuse_model
-    from ds_memo.runtime.ranks_alike import compare, heard_by_others, shared_by_ranks
+    from ds_memo.runtime.ranks_alike import compare, heard_by_others, leaves_alone, shared_by_ranks
     from ds_memo.runtime.say import say, tell_what_moved
     from ds_memo.runtime.session import EngineTies
 
-    if accelerator.distributed_type in ("DEEPSPEED", "MEGATRON_LM"):
+    if not _taken or accelerator.distributed_type in ("DEEPSPEED", "MEGATRON_LM"):
         return
     config = memo_config(launched_by.section or {})
     if not config.enabled and "enabled" in config.model_fields_set:
+        leaves_alone("its section has enabled: false")
         return
     inner = within_compiled(prepared)
     model = inner.module if isinstance(inner, DistributedDataParallel) else prepared  # parts of a script call what DDP wraps
@@ -89,9 +96,11 @@ def _attach(accelerator: Accelerator, prepared: nn.Module, for_evaluation: bool)
     # Transformers shards some models as it loads them. The Trainer prepares these for evaluation, and trains them.
     if for_evaluation and not getattr(model, "is_distributed_loading_by_transformers", False):
         say(f"leaves this {name} alone: Accelerate prepared it for evaluation")
+        leaves_alone("Accelerate prepared it for evaluation")
         return
     if not any(parameter.requires_grad for parameter in model.parameters()):
         say(f"leaves this {name} alone: none of its parameters requires a gradient")
+        leaves_alone("none of its parameters requires a gradient")
         return
     if handle_of(model) is not None:
         return
@@ -100,11 +109,13 @@ def _attach(accelerator: Accelerator, prepared: nn.Module, for_evaluation: bool)
     with heard_by_others():
         if why := _not_for_memo(accelerator, model):
             warnings.warn(ALONE.format(name, why), MemoWarning, stacklevel=4)
+            leaves_alone(why)
             return
         try:
             layers = find_layers(model, config.layers)
         except MemoError as error:
             warnings.warn(ALONE.format(name, error), MemoWarning, stacklevel=4)
+            leaves_alone(str(error))
             return
         refuse_model(layers)
         shared = shared_by_ranks(config, model, len(layers))

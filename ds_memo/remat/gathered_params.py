@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -64,14 +65,19 @@ def tell_before_freeing(
                     free, before = getattr(group, name), vars(group).get(name)
                     if not _tells(free, act):
                         setattr(group, name, functools.partial(_told_first, act, free))
-                        undo_with(
-                            functools.partial(vars(group).pop, name)
-                            if before is None
-                            else functools.partial(setattr, group, name, before)
-                        )
+                        undo_with(functools.partial(_put_back, weakref.ref(group), name, before))
     except AttributeError:  # another torch's FSDP2
         return False
     return True
+
+
+def _put_back(of: weakref.ref[Any], name: str, before: Any) -> None:
+    if (group := of()) is None:
+        return
+    if before is None:
+        delattr(group, name)
+    else:
+        setattr(group, name, before)
 
 
 def _tells(free: Any, act: Callable[[], None]) -> bool:

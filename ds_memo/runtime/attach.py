@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from ds_memo.config import MemoConfig, memo_config
+from ds_memo.distributed.topology import meet_in_layers
 from ds_memo.errors import MemoConfigError, MemoError, MemoWarning, quoted
 from ds_memo.hf.find_layers import find_layers
 from ds_memo.hf.kernels import use_kernels
@@ -25,10 +26,12 @@ from ds_memo.runtime.conflicts import refuse_fsdp1
 from ds_memo.runtime.handle import MemoHandle
 from ds_memo.runtime.optimizer_hooks import watch_optimizers
 from ds_memo.runtime.passes import Passes
+from ds_memo.runtime.ranks_alike import compare, heard_by_others, shared_by_ranks
 from ds_memo.runtime.session import NO_ENGINE, EngineTies, Session, module_of
 from ds_memo.runtime.steps import step_begins, step_ended
 
-_attached: weakref.WeakKeyDictionary[nn.Module, Session] = weakref.WeakKeyDictionary()
+_attached: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Session]] = weakref.WeakKeyDictionary()
+"""By model, whose hooks keep the session alive. A session may keep its model alive: FSDP2 keeps units in modules' tables."""
 
 OUTSIDE = (
     "ds_memo.checkpoint was called outside any attached model, so torch.utils.checkpoint does it. Use "
@@ -56,15 +59,26 @@ def attach(
         layers: names or modules, where they cannot be found; empty for a model that calls ``ds_memo.checkpoint`` itself.
         device: where the layers compute, "cuda" being the current one; absent: where the first parameter is.
 
+    Ranks that meet in layers (FSDP2) all attach, with the same section: a rank that solves waits for the others here.
+
     Returns:
         A handle with ``.detach()``, ``.report()``, ``.plan``, ``.release_arena()`` and ``.config``.
 
     Raises:
         MemoConfigError: a value is refused.
-        MemoError: already attached, the layers are not known, a kernel is missing, or there is no such device. The model is as
-            it was.
+        MemoError: already attached, the layers are not known, a kernel is missing, or there is no such device; or ranks that
+            meet in layers differ. The model is as it was.
     """
-    return MemoHandle(attach_without_engine(model, config, layers, device))
+    if not isinstance(model, nn.Module) or not meet_in_layers(model):
+        return MemoHandle(attach_without_engine(model, config, layers, device))
+    with heard_by_others():
+        session = attach_without_engine(model, config, layers, device)
+    try:
+        compare(shared_by_ranks(session.config, model, len(session.layers)), (), "ds_memo.attach", session.tuner is not None)
+    except BaseException:
+        session.detach()
+        raise
+    return MemoHandle(session)
 
 
 def attach_without_engine(
@@ -107,7 +121,7 @@ def attach_model(
     refuse_fsdp1(model)
     found = [(name, within_compiled(module)) for name, module in find_layers(model, layers)]
     for name, module in found:
-        if any(session.owns(module) for session in _attached.values()):
+        if any(session.owns(module) for session in attached()):
             raise MemoError(
                 f"layer {name} is already attached with another model that holds it; call .detach() on that handle first"
             )
@@ -132,7 +146,7 @@ def attach_model(
                 failed.callback(session.patches.undo)
                 Passes(session, model)
                 failed.pop_all()
-            _attached[model] = session
+            _attached[model] = weakref.ref(session)
         except (MemoryError, RuntimeError) as error:
             if isinstance(error, MemoryError) or NO_THREAD in str(error):
                 raise MemoError(SYSTEM_REFUSED.format(str(error) or "no memory")) from error
@@ -161,14 +175,14 @@ def refuse_attached(model: nn.Module, but_by_engines: bool = False) -> None:
     Raises:
         MemoError: it is attached.
     """
-    session = _attached.get(model)
+    session = _session_of(model)
     if session is not None and not (but_by_engines and session.ties.of_engine):
         raise MemoError(f"{type(model).__name__} is already attached; call .detach() on its handle first")
 
 
 def take_from_engine(model: nn.Module) -> None:
     """Detach a model of which another engine is made. The one before, which its hooks keep alive, goes on without memo."""
-    session = _attached.get(model)
+    session = _session_of(model)
     if session is not None and session.ties.of_engine:
         session.detach()
         warnings.warn(
@@ -236,14 +250,22 @@ def handle_of(what: Any) -> MemoHandle | None:
         return handle
     if not isinstance(what, nn.Module):
         return None
-    for model, session in list(_attached.items()):
+    for session in attached():
+        model = session.model()
+        if model is None:
+            continue
         if any(model is part for part in what.modules()) or any(what is part for part in model.modules()):
             return MemoHandle(session)
     return None
 
 
 def attached() -> list[Session]:
-    return list(_attached.values())
+    return [session for ref in list(_attached.values()) if (session := ref()) is not None]
+
+
+def _session_of(model: nn.Module) -> Session | None:
+    ref = _attached.get(model)
+    return None if ref is None else ref()
 
 
 def _current(fn: Callable[..., Any]) -> Session | None:
@@ -252,11 +274,13 @@ def _current(fn: Callable[..., Any]) -> Session | None:
         return running
     module = module_of(fn)  # of a part of a model that is called by itself
     holders = [
-        session for model, session in _attached.items() if module is None or any(module is part for part in model.modules())
+        session
+        for session in attached()
+        if (model := session.model()) is not None and (module is None or any(module is part for part in model.modules()))
     ]
     if len(holders) > 1:
         raise MemoError(
-            f"ds_memo.checkpoint was called with {len(_attached)} models attached and none of them in forward; which of "
+            f"ds_memo.checkpoint was called with {len(attached())} models attached and none of them in forward; which of "
             "them it is for cannot be told. Call it with a module of that model, or inside its forward"
         )
     return holders[0] if holders else None

@@ -51,11 +51,8 @@ def refuse_model(layers: list[tuple[str, nn.Module]]) -> None:
             refuse_offload(layer.__dict__.get("_gradient_checkpointing_func"))
 
 
-def refuse_fsdp1(model: nn.Module, had_parameters: bool = False) -> None:
-    """Refuse a model whose parameters are parts of a flat one (``FullyShardedDataParallel``), or plain tensors in its place.
-
-    Args:
-        had_parameters: True if the model had some when it was attached.
+def refuse_fsdp1(model: nn.Module) -> None:
+    """Refuse a model whose parameters are parts of a flat one (``FullyShardedDataParallel``), inside its forward, too.
 
     Raises:
         MemoError: naming what to use.
@@ -64,9 +61,8 @@ def refuse_fsdp1(model: nn.Module, had_parameters: bool = False) -> None:
     if kind is None:
         return
     first = next(model.parameters(), None)
-    gone = first is None and had_parameters
-    is_part = hasattr(getattr(first, "_base", None), "_fsdp_flattened")  # a view, while it is gathered
-    if gone or is_part or any(isinstance(part, kind) for part in model.modules()):
+    is_flat = any(hasattr(each, "_fsdp_flattened") for each in (first, getattr(first, "_base", None)))  # it, or a view of it
+    if is_flat or any(isinstance(part, kind) for part in model.modules()):
         raise MemoError(
             "the model is under FullyShardedDataParallel (FSDP1), which has put its parameters into flat ones. Use "
             "FSDP2: torch.distributed.fsdp.fully_shard, or fsdp_version: 2 in Accelerate's configuration"

@@ -61,7 +61,7 @@ class Passes:
             session.engine.free_failed_graphs()
             session.patches.hold()
             if not session.passes:
-                conflicts.refuse_fsdp1(module, any(layer.parameters for layer in session.layers))
+                conflicts.refuse_fsdp1(module)
                 if conflicts.is_offloaded():
                     session.warn(conflicts.OFFLOADED)
             compiled = as_called is not as_it_is or (not session.passes and has_compiled(module))

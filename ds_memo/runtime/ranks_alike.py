@@ -54,6 +54,12 @@ def heard_by_others() -> Iterator[None]:
         raise
 
 
+def leaves_alone(why: str) -> None:
+    """Tell other ranks, which may wait in :func:`compare`, that this one leaves its model without memo."""
+    if torch.distributed.is_initialized():
+        agree.announce(json.dumps({_FAILED: f"leaves its model without memo: {why}"}), wait=False)
+
+
 def compare(settings: dict[str, Any], first: tuple[str, ...], where: str, wait: bool = True) -> None:
     """Refuse ranks that were given other things than this one.
 

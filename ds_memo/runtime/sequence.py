@@ -17,7 +17,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from ds_memo.distributed import agree
-from ds_memo.distributed.topology import note_sequence_group, reductions
+from ds_memo.distributed.topology import beside_units, note_sequence_group, reductions
 from ds_memo.errors import MemoConfigError, MemoError
 from ds_memo.memory.host import ranks_on_node
 from ds_memo.remat.undo import changed
@@ -57,6 +57,8 @@ def share_sequences(
         MemoConfigError: the numbers do not fit together.
         MemoError: the model cannot be made sequence-parallel, is so already, or is attached.
     """
+    if isinstance(model, DistributedDataParallel):
+        model = model.module
     refuse_attached(model)
     if model in decoders:
         raise MemoError(f"ranks share the sequences of this {type(model).__name__} already; call share_sequences once")
@@ -136,6 +138,12 @@ class SharedSequences:
         """Return the factor of this rank's gradient."""
         ranks = dist.get_process_group_ranks(self._group)
         found = reductions(self._model)
+        if self._averaging is None and (name := beside_units(self._model)) is not None:
+            raise MemoError(
+                f"the ranks {ranks} share sequences, and FSDP2 does not have {name}: its gradient would be of this rank's part. "
+                "Call fully_shard on the model, too, without ignored_params that are trained. If the loop averages gradients "
+                "itself, give their ranks to share_sequences(…, averaged_over=mesh)"
+            )
         if self._averaging is not None:
             found.add((tuple(over := dist.get_process_group_ranks(self._averaging)), len(over)))
         if not found and len(ranks) > 1:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ds_memo.distributed.lost_ranks import naming_lost_ranks
-from ds_memo.errors import MemoError
+from ds_memo.errors import MemoError, quoted
 from ds_memo.sequence.parts import contiguous, even
 
 IGNORE = -100
@@ -33,7 +33,7 @@ def part(batch: dict[str, Any], group: dist.ProcessGroup, on_host: dist.ProcessG
     Args:
         on_host: the same ranks, for what lies on the host.
     """
-    tokens = batch["labels"]
+    tokens = _labels_of(batch)
     read = zlib.crc32(tokens.contiguous().cpu().numpy().tobytes()), tuple(tokens.shape)
     by_rank: list[Any] = [None] * dist.get_world_size(group)
     with naming_lost_ranks("the split of a batch"):
@@ -47,8 +47,26 @@ def part(batch: dict[str, Any], group: dist.ProcessGroup, on_host: dist.ProcessG
     return _cut(batch, group, whole)
 
 
+def _labels_of(batch: Any) -> torch.Tensor:
+    """Return the labels of a batch.
+
+    Raises:
+        MemoError: it has none.
+    """
+    labels = batch.get("labels") if isinstance(batch, dict) else None
+    if not isinstance(labels, torch.Tensor) or labels.dim() != 2:
+        seen = f"labels of {type(labels).__name__}" if isinstance(batch, dict) else quoted(batch)
+        if isinstance(labels, torch.Tensor):
+            seen = f"labels of shape {tuple(labels.shape)}"
+        raise MemoError(
+            f"a batch of ranks that share a sequence: got {seen}; expected a dict with the tensors input_ids, position_ids and "
+            "labels, each (b, s), where labels[i] is the token after input_ids[i], or -100"
+        )
+    return labels
+
+
 def _cut(full: dict[str, Any], group: dist.ProcessGroup, whole: bool) -> dict[str, Any]:
-    length = full["labels"].shape[1]
+    length = _labels_of(full).shape[1]
     pieces = contiguous(even(length, dist.get_world_size(group)))[dist.get_rank(group)]
     start, stop = pieces[0] if pieces else (length, length)
 
@@ -101,7 +119,15 @@ def mean_over_ranks(loss: torch.Tensor, labels: torch.Tensor, group: dist.Proces
         loss: scalar, the mean over those of `labels` that are not -100.
         labels: this rank's part, each the token to predict at that position.
         scale: factor of this rank's gradient. The gradients of all ranks of the group, with a factor of 1, add up to the mean's.
+
+    Raises:
+        MemoError: the loss is no scalar.
     """
+    if loss.dim():
+        raise MemoError(
+            f"a loss of ranks that share a sequence: got a tensor of shape {tuple(loss.shape)}; expected a scalar, the mean over "
+            "the labels of this rank's part that count"
+        )
     count = (labels != IGNORE).sum()
     total = count.clone()
     dist.all_reduce(total, group=group)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import shutil
 import tempfile
 import warnings
+import weakref
 from contextlib import nullcontext
 from typing import Any
 
@@ -24,6 +26,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 import ds_memo
 from ds_memo.remat import gathered_params
+from ds_memo.runtime.attach import attached
 from tests.distributed_harness.common import DistributedTest
 from tests.models import build
 
@@ -262,18 +265,36 @@ class TestTwoRanks(DistributedTest):
         with pytest.raises(ds_memo.MemoError, match="freed"):
             compare(CASES["lazy, a head of its own"], exact=False)
 
-    @pytest.mark.parametrize("before", [False, True])
-    @pytest.mark.parametrize("original", [False, True])
-    def test_fsdp1_is_refused(self, original: bool, before: bool) -> None:
-        model = made(LARGE)
-        if before:
-            ds_memo.attach(model, GIVEN)
-        policy = ModuleWrapPolicy({type(model.model.layers[0])})
-        sharded = FullyShardedDataParallel(
-            model, auto_wrap_policy=policy, device_id=torch.device("cpu"), use_orig_params=original
-        )
-        with pytest.raises(ds_memo.MemoError, match=r"FSDP1.* fsdp_version: 2"):
-            sharded(input_ids=torch.zeros(1, 8, dtype=torch.long)) if before else ds_memo.attach(sharded, GIVEN)
+    def test_a_model_that_is_dropped_is_freed(self) -> None:
+        model = sharded(made(LARGE), {"head": True})
+        ds_memo.attach(model, LAZY)
+        ids = torch.randint(4096, (1, 600))
+        for _ in range(2):
+            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        dropped = weakref.ref(model)
+        del model
+        gc.collect()
+        assert dropped() is None and attached() == []
+
+    def test_a_rank_that_solves_hears_of_one_that_does_not(self) -> None:
+        model = sharded(made({}), {})
+        if dist.get_rank() == 0:
+            with pytest.raises(ds_memo.MemoError, match=r"memo.alpha.*0.5"):
+                ds_memo.attach(model, SOLVED)
+            assert attached() == []
+        else:
+            ds_memo.attach(model, {**SOLVED, **GIVEN})
+
+    def test_fsdp1_is_refused(self) -> None:
+        for original, before, by_layer in itertools.product([False, True], repeat=3):
+            model = made(LARGE)
+            if before:
+                ds_memo.attach(model, GIVEN)
+            policy = ModuleWrapPolicy({type(model.model.layers[0])}) if by_layer else None
+            how = {"auto_wrap_policy": policy, "device_id": torch.device("cpu"), "use_orig_params": original}
+            flat = FullyShardedDataParallel(model, **how)
+            with pytest.raises(ds_memo.MemoError, match=r"FSDP1.* fsdp_version: 2"):
+                flat(input_ids=torch.zeros(1, 8, dtype=torch.long)) if before else ds_memo.attach(flat, GIVEN)
 
     def test_detach_gives_fsdp2_its_methods_back(self) -> None:
         model = sharded(made(LARGE), {"head": True})

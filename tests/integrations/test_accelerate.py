@@ -303,12 +303,39 @@ def test_a_callback_of_the_trainer(checkpointing: bool, tmp_path: Path) -> None:
     assert callback.report["active"]
 
 
+def test_a_callback_after_a_training_that_was_interrupted(tmp_path: Path) -> None:
+    from transformers import TrainerCallback
+
+    from ds_memo.hf import MemoCallback
+
+    class Interrupts(TrainerCallback):
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            raise KeyboardInterrupt
+
+    model, callback = build("llama"), MemoCallback({**MEMO, "alpha": 0.25})
+    with pytest.raises(KeyboardInterrupt):
+        trainer(tmp_path, [MemoCallback(MEMO), Interrupts()], model).train()
+    assert handle_of(model).report()["alpha"] == 0.5
+    trainer(tmp_path, [callback], model).train()
+    assert callback.report["alpha"] == 0.25 and handle_of(model) is None
+
+
+def test_where_another_library_has_wrapped_the_seam(installed: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = Accelerator.prepare_model
+    monkeypatch.setattr(Accelerator, "prepare_model", lambda *args, **kwargs: own(*args, **kwargs))
+    uninstall()
+    assert handle_of(prepared(build("llama"))[1]) is None
+    monkeypatch.undo()
+    uninstall()
+
+
 def test_a_callback_leaves_an_attached_model_alone(installed: None, tmp_path: Path) -> None:
     from ds_memo.hf import MemoCallback
 
     callback = MemoCallback({"alpha": 0.25, "resident_layers": 0})
     made = trainer(tmp_path, [callback])
-    made.train()
+    with pytest.warns(ds_memo.MemoWarning, match=r"under memo already, so \{'alpha': 0.25.* is not used"):
+        made.train()
     assert callback.report is None and ds_memo.report(made.model)["alpha"] == 0.5
 
 

@@ -222,7 +222,11 @@ class TestFourRanks(DistributedTest):
         loss = mean_loss(logits_of(model, part), part["labels"])
         with pytest.raises(ds_memo.MemoError, match="neither fully_shard nor DistributedDataParallel has the model"):
             shared.mean_loss(loss, part["labels"])
-        sharded(model).model.layers[0].set_gradient_divide_factor(2.0)
+        for layer in model.model.layers:
+            fully_shard(layer)
+        with pytest.raises(ds_memo.MemoError, match=r"FSDP2 does not have model.embed_tokens.weight"):
+            shared.mean_loss(loss, part["labels"])
+        fully_shard(model).model.layers[0].set_gradient_divide_factor(2.0)
         with pytest.raises(ds_memo.MemoError, match="a loss has one factor"):
             shared.mean_loss(loss, part["labels"])
 
@@ -352,6 +356,19 @@ class TestTwoRanks(DistributedTest):
             ds_memo.share_sequences(model, mesh["sp"])
         with pytest.raises(ds_memo.MemoError, match="read batches of their own"):
             shared.part(batch(dist.get_rank()))
+        for wrong, seen in ((None, "got None"), ({"input_ids": torch.zeros(1, 8)}, "got labels of NoneType")):
+            with pytest.raises(ds_memo.MemoError, match=f"{seen}; expected a dict with the tensors"):
+                shared.part(wrong)
+
+    def test_the_model_inside_ddp_is_taken(self) -> None:
+        model = DistributedDataParallel(build("llama"))
+        shared = ds_memo.share_sequences(model, mesh_of(1, 2)["sp"])
+        part = shared.part(batch(0))
+        logits = logits_of(model, part)
+        with pytest.raises(ds_memo.MemoError, match="expected a scalar"):
+            shared.mean_loss(logits[0, :, 0], part["labels"])
+        shared.mean_loss(mean_loss(logits, part["labels"]), part["labels"]).backward()
+        assert_same_grads(gradients(model.module), whole_gradients("llama", [batch(0)])[1], TOLERANCE)
 
     def test_one_rank_to_a_sequence_is_a_plain_loop(self) -> None:
         mesh = mesh_of(2, 1)
