@@ -158,10 +158,9 @@ def _machine(args: argparse.Namespace) -> Hardware:
     hardware.model_file(args.model)
     given = {"peak": (args.peak_tflops, 1e12), "device_bandwidth": (args.device_gb_per_s, 1e9)}
     given |= {"device_memory": (args.device_memory_gib, GIB), **dict.fromkeys(("d2h", "h2d"), (args.link_gb_per_s, 1e9))}
+    given |= {} if args.device_memory_gib is None else {"device_reserve": (0.0, 1)}  # what is given is usable
     machine = hardware.load(args.hardware, {name: x * unit for name, (x, unit) in given.items() if x is not None})
     machine = machine.attending_with(args.attention)
-    if args.device_memory_gib is not None:
-        machine = machine.with_device_memory(args.device_memory_gib * GIB)
     return _with_drives(machine, args)
 
 

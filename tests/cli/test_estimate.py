@@ -305,3 +305,9 @@ def test_drives_hold_what_the_host_has_no_room_for(capsys):
     assert f"{got['nvme_tb_per_day']:.1f} TB written a day\n" in shown
     twice = answer(capsys, *LONG, *DRIVES, "--batch", "2", base=H100)
     assert twice["nvme_gib"] == got["nvme_gib"] and twice["nvme_tb_per_day"] == pytest.approx(got["nvme_tb_per_day"], rel=0.01)
+
+
+def test_less_device_memory_than_a_card_keeps_for_itself(capsys):
+    """What is given is what a run may use: nothing is kept back of it."""
+    cli.main([*H100, "--seq-length", "64K", "--device-memory-gib", "1"])
+    assert "of 1 GiB" in capsys.readouterr().out
