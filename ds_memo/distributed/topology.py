@@ -26,8 +26,10 @@ def sequence_group(model: nn.Module) -> dist.ProcessGroup | None:
     It is that of :func:`note_sequence_group`; else DeepSpeed's, which counts for each model of the process (an ``mpu``,
     Accelerate's ``sp_size``).
     """
-    if (own := next((group for part in model.modules() if (group := _sequence_groups.get(part))), None)) is not None:
-        return own
+    if _sequence_groups:  # else no module is looked at: tiles ask in each call of a layer
+        own = next((group for part in model.modules() if (group := _sequence_groups.get(part))), None)
+        if own is not None:
+            return own
     state = sys.modules.get("deepspeed.runtime.sequence_parallel.parallel_state_sp")
     return None if state is None or state._SEQUENCE_PARALLEL_GROUP is None else state.get_sequence_parallel_group()
 
@@ -84,15 +86,18 @@ def units(module: nn.Module) -> list[Any]:
     return [] if kind is None else [part for part in module.modules() if isinstance(part, kind)]
 
 
+def gathered_together(state: Any) -> list[Any]:
+    """Return the groups of parameters that a unit of FSDP2 gathers at once, by its state: at most one, to torch 2.11."""
+    found = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    return [group for group in found if group is not None]
+
+
 def reductions(model: nn.Module) -> set[tuple[tuple[int, ...], float]]:
     """Return the ranks over which FSDP2 sums the gradients of a model's units, and by what it divides each sum."""
     found = set()
-    for unit in units(model):
-        state = unit._get_fsdp_state()
-        for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:  # one, to torch 2.11
-            if group is not None:
-                ranks = tuple(group.mesh_info.mesh.mesh.flatten().tolist())
-                found.add((ranks, group.gradient_divide_factor or len(ranks)))
+    for group in [group for unit in units(model) for group in gathered_together(unit._get_fsdp_state())]:
+        ranks = tuple(group.mesh_info.mesh.mesh.flatten().tolist())
+        found.add((ranks, group.gradient_divide_factor or len(ranks)))
     return found
 
 
@@ -103,8 +108,8 @@ def beside_units(model: nn.Module) -> str | None:
     held = {
         id(getattr(parameter, name, None))
         for state in states
-        for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-        for parameter in (group.fsdp_params if group is not None else ())
+        for group in gathered_together(state)
+        for parameter in group.fsdp_params
         for name in ("sharded_param", "_unsharded_param", "_sharded_post_forward_param")
     }
     named = model.named_parameters() if held else ()

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from ds_memo.distributed.topology import is_zero3s, units
+from ds_memo.distributed.topology import gathered_together, is_zero3s, units
 from ds_memo.remat.undo import changed
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks")
@@ -32,15 +32,9 @@ def reshard(model: nn.Module) -> None:
         state = unit._get_fsdp_state()
         if state._is_root:
             continue
-        for group in _groups(state):
+        for group in gathered_together(state):
             group._training_state = type(group._training_state).IDLE  # else one that stays gathered would stay so
         unit.reshard()
-
-
-def _groups(state: Any) -> list[Any]:
-    """Return what a unit of FSDP2 gathers at once: one, to torch 2.11."""
-    found = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-    return [group for group in found if group is not None]
 
 
 def tell_before_freeing(
@@ -58,7 +52,7 @@ def tell_before_freeing(
     try:
         if any(unit is not module for unit in units(module)):  # freed inside the module's own forward
             return False
-        for group in [group for unit in units(model) for group in _groups(unit._get_fsdp_state())]:
+        for group in [group for unit in units(model) for group in gathered_together(unit._get_fsdp_state())]:
             infos = [parameter._module_info for parameter in group.fsdp_params]
             if any(not parts.isdisjoint((info.module, *info.shared_modules)) for info in infos):
                 for name in ("_to_sharded", "_to_sharded_post_forward"):
@@ -85,8 +79,10 @@ def _tells(free: Any, act: Callable[[], None]) -> bool:
 
 
 def _told_first(act: Callable[[], None], free: Callable[[], None]) -> None:
-    act()
-    free()
+    try:
+        act()
+    finally:  # FSDP2 goes on
+        free()
 
 
 def gathered_bytes(module: nn.Module) -> int:
@@ -144,7 +140,7 @@ def is_fsdps(hook: Any) -> bool:
     """Return True for a hook by which FSDP2 gathers or frees; those on tensors return gradients as they are."""
     while isinstance(hook, functools.partial):
         hook = hook.func
-    return (getattr(hook, "__module__", None) or "").startswith("torch.distributed.")
+    return (getattr(hook, "__module__", None) or "").startswith("torch.distributed.fsdp.")
 
 
 def _is_deepspeeds(hook: object) -> bool:

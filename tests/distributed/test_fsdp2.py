@@ -256,7 +256,7 @@ class TestTwoRanks(DistributedTest):
 
     def test_where_fsdp2_cannot_be_told_of_logits_they_are_whole(self, monkeypatch: pytest.MonkeyPatch) -> None:
         warnings.simplefilter("ignore")
-        monkeypatch.setattr("ds_memo.remat.gathered_params._groups", lambda state: [object()])
+        monkeypatch.setattr("ds_memo.remat.gathered_params.gathered_together", lambda state: [object()])
         assert compare(CASES["lazy, a head of its own"], exact=False)["logits"]["lazy_calls"] == 0
 
     def test_without_a_copy_before_weights_are_freed(self, monkeypatch: pytest.MonkeyPatch) -> None:
